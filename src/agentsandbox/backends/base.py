@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a backend must be able to do. ``testing.conformance`` says the same as tests."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from contextlib import AbstractAsyncContextManager
+from typing import TYPE_CHECKING, ClassVar
+
+from agentsandbox.models.events import EventSink, discard
+
+if TYPE_CHECKING:
+    from agentsandbox.models.sandbox import Capabilities, Identity, SandboxSpec
+    from agentsandbox.session import Session
+
+__all__ = ["Backend", "BackendSandbox"]
+
+
+class BackendSandbox(ABC):
+    """One sandbox as its backend made it: ready for its first command."""
+
+    name: str
+    """Unique in its run."""
+    spec: SandboxSpec
+    """What it was made from."""
+    identity: Identity
+    """What must not change while it is leased."""
+    capabilities: Capabilities
+    """What it can do."""
+    session: Session
+    """Its runner."""
+    node: str | None = None
+    """Where it is, if the backend has such a notion."""
+
+    @abstractmethod
+    async def check(self) -> None:
+        """
+        Compare the identity with what is there now. Called around every command, so it must be cheap.
+
+        Raises:
+            SandboxLost: If it is gone or is not the same any more.
+
+        """
+
+
+class Backend(ABC):
+    """
+    A source of sandboxes.
+
+    Use it as an async context manager; leaving it removes everything that it created, also when cancelled.
+    """
+
+    name: ClassVar[str]
+    """The word that users choose it by."""
+
+    sink: EventSink = staticmethod(discard)
+    """Where its events go; set by its owner before it is entered."""
+
+    @abstractmethod
+    async def validate(self, specs: Iterable[SandboxSpec]) -> None:
+        """
+        Refuse what cannot work, before anything is created.
+
+        Raises:
+            ConfigurationError: Naming the value and the fix: an unknown image, a kernel too old, a missing permission.
+
+        """
+
+    @abstractmethod
+    def running(self) -> AbstractAsyncContextManager[None]:
+        """Start what the backend needs for as long as the context lasts; on exit remove all that was created."""
+
+    @abstractmethod
+    async def create(self, spec: SandboxSpec, name: str) -> BackendSandbox:
+        """
+        Make a sandbox and open its session. When cancelled, nothing of it stays behind.
+
+        Args:
+            spec: From what.
+            name: Unique in this run; chosen by the caller, so that it knows the sandbox before it exists.
+
+        Raises:
+            ProvisionError: If it could not be made.
+
+        """
+
+    @abstractmethod
+    async def destroy(self, sandbox: BackendSandbox) -> None:
+        """
+        Remove a sandbox and return when it is verified gone. Idempotent; a sandbox that is gone already is fine.
+        """
