@@ -38,6 +38,8 @@ Everything that can go wrong, in one tree, and the one place that judges it.
         │   ├─ Throttled
         │   ├─ ApiUnavailable
         │   ├─ PermissionDenied
+        │   ├─ NotFound                       no such object
+        │   ├─ InvalidObject                  the request itself is wrong
         │   └─ Conflict
         └─ ProtocolError                      a malformed or unexpected frame
 
@@ -74,8 +76,10 @@ __all__ = [
     "FailureKind",
     "ImagePullFailed",
     "InfrastructureError",
+    "InvalidObject",
     "InvalidReward",
     "InvalidTask",
+    "NotFound",
     "OutputLimitExceeded",
     "PermissionDenied",
     "Phase",
@@ -98,6 +102,9 @@ __all__ = [
     "WorkingDirectoryNotFound",
     "classify",
 ]
+
+_LONGEST_MESSAGE = 4000
+"""Characters of an error that go into a verdict: some errors carry a whole log, and every record is kept."""
 
 
 class FailureKind(StrEnum):
@@ -260,7 +267,7 @@ class OutputLimitExceeded(CommandError):
     kind = FailureKind.OUTPUT_LIMIT
 
     def __init__(self, limit: int, result: Any = None) -> None:
-        super().__init__(f"the output exceeds the limit of {limit} bytes a stream; raise output_limit to keep all of it")
+        super().__init__(f"the output exceeds the limit of {limit} bytes a stream; raise output_limit to keep it all")
         self.limit = limit
         self.result = result
 
@@ -372,7 +379,7 @@ class SandboxLost(InfrastructureError):
     The sandbox is not the one it was: gone, replaced, restarted, evicted, killed for memory.
 
     Args:
-        reason: One word for the cause: ``replaced``, ``restarted``, ``evicted``, ``oom_killed``, ``deleted``, ``died``, …
+        reason: One word for the cause: ``replaced``, ``restarted``, ``evicted``, ``oom_killed``, ``deleted``, ``died``…
         detail: What was observed, in the words of whoever saw it.
         stdout: Output of the command that was running, if there was one.
         stderr: The same for standard error.
@@ -396,10 +403,23 @@ class StreamBroken(SandboxLost):
 
 
 class ControlPlaneError(InfrastructureError):
-    """The API server refused or failed."""
+    """
+    The API server refused or failed.
+
+    Args:
+        message: Its words.
+        status: The HTTP status, if there was an answer.
+        reason: Its one-word reason, such as ``AlreadyExists`` or ``Expired``, if it gave one.
+
+    """
 
     kind = FailureKind.CONTROL_PLANE
     blame = Blame.CONTROL_PLANE
+
+    def __init__(self, message: str, *, status: int | None = None, reason: str = "") -> None:
+        super().__init__(message)
+        self.status = status
+        self.reason = reason
 
 
 class Throttled(ControlPlaneError):
@@ -409,16 +429,43 @@ class Throttled(ControlPlaneError):
     Args:
         message: Its words.
         retry_after: How long it asked to wait, in seconds, if it said so.
+        status: The HTTP status.
+        reason: Its one-word reason.
 
     """
 
-    def __init__(self, message: str, *, retry_after: float | None = None) -> None:
-        super().__init__(message)
+    def __init__(
+        self, message: str, *, retry_after: float | None = None, status: int | None = None, reason: str = ""
+    ) -> None:
+        super().__init__(message, status=status, reason=reason)
         self.retry_after = retry_after
 
 
 class ApiUnavailable(ControlPlaneError):
-    """The API server could not be reached, or answered with a server error."""
+    """
+    The API server could not be reached, or answered with a server error.
+
+    Args:
+        message: What was observed.
+        retry_after: How long it asked to wait, in seconds, if it said so.
+        ambiguous: Whether a write may have happened all the same: look before you repeat it.
+        status: The HTTP status, if there was an answer.
+        reason: Its one-word reason, if it gave one.
+
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        retry_after: float | None = None,
+        ambiguous: bool = False,
+        status: int | None = None,
+        reason: str = "",
+    ) -> None:
+        super().__init__(message, status=status, reason=reason)
+        self.retry_after = retry_after
+        self.ambiguous = ambiguous
 
 
 class PermissionDenied(ControlPlaneError, PermissionError):
@@ -428,8 +475,21 @@ class PermissionDenied(ControlPlaneError, PermissionError):
     retryable = False
 
 
+class NotFound(ControlPlaneError):
+    """There is no such object (any more)."""
+
+    retryable = False
+
+
+class InvalidObject(ControlPlaneError):
+    """The API server calls the request itself wrong: trying again gives the same."""
+
+    blame = Blame.CALLER
+    retryable = False
+
+
 class Conflict(ControlPlaneError):
-    """Somebody else changed the object first."""
+    """The object exists already, is another one by now, or somebody else changed it first; ``reason`` says which."""
 
 
 class ProtocolError(InfrastructureError):
@@ -492,6 +552,11 @@ def classify(error: BaseException, phase: Phase) -> Failure:
         kind, blame, retryable = error.kind, error.blame, error.retryable
     else:
         kind, blame, retryable = FailureKind.ROLLOUT_RAISED, Blame.CALLER, False
-    text = str(error).strip()
+    try:
+        text = str(error).strip()
+    except Exception:  # noqa: BLE001 - a stranger's __str__; its verdict must not depend on it
+        text = ""
+    if len(text) > _LONGEST_MESSAGE:
+        text = f"{text[:_LONGEST_MESSAGE]}…"
     message = f"{type(error).__name__}: {text}" if text else type(error).__name__
     return Failure(kind=kind, phase=phase, blame=blame, retryable=retryable, message=message, cause=error)

@@ -8,13 +8,31 @@ from collections.abc import Iterable
 from contextlib import AbstractAsyncContextManager
 from typing import TYPE_CHECKING, ClassVar
 
+import attrs
+
 from agentsandbox.models.events import EventSink, discard
 
 if TYPE_CHECKING:
     from agentsandbox.models.sandbox import Capabilities, Identity, SandboxSpec
     from agentsandbox.session import Session
 
-__all__ = ["Backend", "BackendSandbox"]
+__all__ = ["Backend", "BackendSandbox", "Check"]
+
+
+@attrs.frozen(kw_only=True)
+class Check:
+    """One thing that a backend needs, and whether it is there."""
+
+    name: str
+    """What was looked at."""
+    ok: bool
+    """Whether it is as needed."""
+    detail: str
+    """What was found."""
+    fix: str = ""
+    """What to do if it is not as needed."""
+    required: bool = True
+    """Whether nothing works without it; otherwise something is lost, and ``detail`` says what."""
 
 
 class BackendSandbox(ABC):
@@ -54,8 +72,24 @@ class Backend(ABC):
     name: ClassVar[str]
     """The word that users choose it by."""
 
+    default_create_rate: ClassVar[float | None] = None
+    """Sandboxes asked for in a second when nothing is said; ``None`` for no limit."""
+
+    default_creates_in_flight: ClassVar[int] = 16
+    """Sandboxes being made at once."""
+
     sink: EventSink = staticmethod(discard)
-    """Where its events go; set by its owner before it is entered."""
+    """Where its events go; set by its owner before it is entered. ``sandbox.lost`` is heard by the pool at once."""
+
+    def default_spares(self, size: int) -> int:  # noqa: ARG002 - others answer by it
+        """
+        Say how many sandboxes to keep ready beyond those that may be leased, when nothing is said.
+
+        Args:
+            size: How many may be leased at once.
+
+        """
+        return 0
 
     @abstractmethod
     async def validate(self, specs: Iterable[SandboxSpec]) -> None:
@@ -66,6 +100,10 @@ class Backend(ABC):
             ConfigurationError: Naming the value and the fix: an unknown image, a kernel too old, a missing permission.
 
         """
+
+    async def examine(self) -> list[Check]:
+        """Look at everything that it needs, for ``agentsandbox doctor``; nothing that it makes stays behind."""
+        return []
 
     @abstractmethod
     def running(self) -> AbstractAsyncContextManager[None]:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import attrs
 
@@ -22,7 +23,7 @@ def _argv(command: str | list[str] | tuple[str, ...]) -> str | tuple[str, ...]:
     return command if isinstance(command, str) else tuple(command)
 
 
-def _positive(_: object, attribute: attrs.Attribute[object], value: float | None) -> None:
+def _positive(_: object, attribute: attrs.Attribute[Any], value: Any) -> None:
     if value is not None and not value > 0:
         raise ConfigurationError(f"{attribute.name} must be above 0, not {value!r}")
 

@@ -20,8 +20,11 @@ class Event:
     """Something that happened."""
 
     name: str
-    """What: ``sandbox.created``, ``sandbox.ready``, ``lease.granted``, ``lease.released``, ``command.started``,
-    ``command.ended``, ``sandbox.lost``, ``sandbox.deleted``, ``attempt.started``, ``attempt.ended``, ``episode.ended``."""
+    """
+    What: ``host.created``, ``sandbox.created``, ``sandbox.ready``, ``sandbox.failed``, ``sandbox.lost``,
+    ``sandbox.deleted``, ``sandbox.stuck``, ``lease.granted``, ``lease.refused``, ``lease.reset``, ``lease.released``,
+    ``command.started``, ``command.ended``, ``attempt.started``, ``attempt.ended``, ``episode.ended``.
+    """
     at: float
     """When, on the driver's monotonic clock, in seconds."""
     sandbox: str | None = None

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bytes in, events out: the language between the driver and the runner inside a sandbox. No I/O except in the runner."""
+"""Bytes in, events out: the language between driver and runner. Only the runner itself performs I/O."""

@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections import deque
 from typing import Deque, Dict, List, Mapping, Tuple
 
-from .frames import ACK, COUNT, HEADER, LINK_FRAMES, Frame, FrameError, encode
+from .frames import ACK, COUNT, EXACT, HEADER, LINK_FRAMES, Frame, FrameError, encode
 
 ACK_FRAMES = 64
 """Acknowledge at the latest after so many numbered frames …"""
@@ -45,6 +45,7 @@ class Connection:
         self._forgotten = 0  # how many numbered frames the other side has for certain
         self._unreported_frames = 0
         self._unreported_bytes = 0
+        self._acknowledge = False
         self.attached = False
         """Whether numbered frames go out now; they are only kept while this is false."""
         self.received = 0
@@ -72,9 +73,19 @@ class Connection:
         if payload:
             self._out.append(payload)
 
+    @property
+    def pending(self) -> bool:
+        """Whether :meth:`data_to_send` has something to give."""
+        return bool(self._out) or self._acknowledge
+
     def data_to_send(self) -> List[bytes]:
         """Take the chunks that are to be written to the stream now, in order."""
         chunks, self._out = self._out, []
+        if self._acknowledge:
+            # Made here and not when it fell due: a peer that sends without reading cannot make them pile up.
+            self._acknowledge = False
+            count = COUNT.pack(self.received)
+            chunks.append(encode(ACK, 0, count) + count)
         return chunks
 
     def receive_data(self, data: bytes) -> List[Frame]:
@@ -85,58 +96,65 @@ class Connection:
             The frames that are complete now, acknowledgements taken out.
 
         Raises:
-            FrameError: If a frame is of an unknown type, too large, or acknowledges what was never sent.
+            FrameError: If a frame is of an unknown type, of a wrong size, or acknowledges what was never sent.
 
         """
         buffer = self._buffer
-        buffer += data
+        if buffer:
+            buffer += data
+        source = buffer or data
         frames: List[Frame] = []
-        offset, size = 0, len(buffer)
+        offset, size = 0, len(source)
         try:
-            while size - offset >= HEADER.size:
-                kind, command, length = HEADER.unpack_from(buffer, offset)
-                limit = self._accepts.get(kind)
-                if limit is None:
-                    raise FrameError("frame of unknown type %d" % kind)
-                if length > limit:
-                    raise FrameError("frame of type %d with %d bytes exceeds its limit of %d" % (kind, length, limit))
-                end = offset + HEADER.size + length
-                if end > size:
-                    break
-                with memoryview(buffer) as view:
-                    payload = bytes(view[offset + HEADER.size : end])
-                offset = end
-                if kind == ACK:
-                    self._acknowledged(payload)
-                    continue
-                if kind not in LINK_FRAMES:
-                    self._count(HEADER.size + length)
-                frames.append(Frame(kind, command, payload))
+            with memoryview(source) as view:
+                while size - offset >= HEADER.size:
+                    kind, command, length = HEADER.unpack_from(view, offset)
+                    self._check(kind, length)
+                    begin = offset + HEADER.size
+                    if begin + length > size:
+                        break
+                    payload = view[begin : begin + length].tobytes()
+                    offset = begin + length
+                    if kind == ACK:
+                        self._forget(COUNT.unpack(payload)[0])
+                        continue
+                    if kind not in LINK_FRAMES:
+                        self._count(HEADER.size + length)
+                    frames.append(Frame(kind, command, payload))
         finally:
-            del buffer[:offset]
+            if source is buffer:
+                del buffer[:offset]
+            elif offset < size:
+                buffer += source[offset:]
         return frames
 
     def acknowledge(self) -> None:
         """Tell the other side now what has arrived, if it does not know already."""
         if self._unreported_frames and self.attached:
             self._unreported_frames = self._unreported_bytes = 0
-            self.send(ACK, 0, COUNT.pack(self.received))
+            self._acknowledge = True
 
     def detach(self) -> None:
-        """The stream is gone: drop what was half read and half written; numbered frames stay."""
+        """Drop what was half read and half written, because the stream is gone; numbered frames stay."""
         self.attached = False
         self._buffer.clear()
         self._out.clear()
         self._unreported_frames = self._unreported_bytes = 0
+        self._acknowledge = False
 
     def attach(self, received: int) -> None:
         """
-        A stream is there, and the other side has *received* numbered frames: queue the rest again.
+        Queue again what the other side lacks, because a new stream is there and it has *received* numbered frames.
 
         Raises:
             FrameError: If it claims frames that were never sent, or lacks frames that it had acknowledged.
+            RuntimeError: If the stream before it was not detached; frames would arrive twice.
 
         """
+        if self.attached:
+            raise RuntimeError("detach the old stream first")
+        if type(received) is not int:  # it comes from JSON, and neither 1.5 nor True is a count
+            raise FrameError("the other side counts %r frames" % (received,))
         self._forget(received)
         self.attached = True
         for header, payload in self._kept:
@@ -144,17 +162,21 @@ class Connection:
             if payload:
                 self._out.append(payload)
 
+    def _check(self, kind: int, length: int) -> None:
+        limit = self._accepts.get(kind)
+        if limit is None:
+            raise FrameError("frame of unknown type %d" % kind)
+        if length > limit:
+            raise FrameError("frame of type %d with %d bytes exceeds its limit of %d" % (kind, length, limit))
+        if EXACT.get(kind, length) != length:
+            raise FrameError("frame of type %d with %d bytes instead of %d" % (kind, length, EXACT[kind]))
+
     def _count(self, size: int) -> None:
         self.received += 1
         self._unreported_frames += 1
         self._unreported_bytes += size
         if self._unreported_frames >= ACK_FRAMES or self._unreported_bytes >= ACK_BYTES:
             self.acknowledge()
-
-    def _acknowledged(self, payload: bytes) -> None:
-        if len(payload) != COUNT.size:
-            raise FrameError("acknowledgement of %d bytes" % len(payload))
-        self._forget(COUNT.unpack(payload)[0])
 
     def _forget(self, received: int) -> None:
         if not self._forgotten <= received <= self._forgotten + len(self._kept):

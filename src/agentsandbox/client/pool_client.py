@@ -1,0 +1,242 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The lower-level client: acquire, use, release."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Any, Self
+
+import anyio
+
+from agentsandbox.backends.base import Backend
+from agentsandbox.backends.opening import open_backend
+from agentsandbox.client.lease import Lease
+from agentsandbox.errors import ConfigurationError, SandboxError, UsageError
+from agentsandbox.models.sandbox import SandboxSpec
+from agentsandbox.warmpool.book import PoolBook
+from agentsandbox.warmpool.engine import Engine
+from agentsandbox.warmpool.ratelimit import AdaptiveLimiter
+from agentsandbox.warmpool.replenisher import Replenisher
+from agentsandbox.warmpool.statistics import PoolStatistics
+
+if TYPE_CHECKING:
+    from agentsandbox.models.command import ExecResult
+    from agentsandbox.models.events import EventSink
+    from agentsandbox.models.reset import ResetReport
+
+__all__ = ["SandboxClient"]
+
+_UNSET: Any = object()
+
+
+class SandboxClient(anyio.AsyncContextManagerMixin):
+    """
+    Keep sandboxes warm and lease them.
+
+    Use it as an async context manager. Leaving it removes every sandbox, also when cancelled.
+
+    Args:
+        backend: Where sandboxes come from: a name (``"local"``) or a backend.
+        images: Image → how many sandboxes of it may be leased at once; names alone mean 1 each.
+        spares: Sandboxes of each image kept ready beyond that, so that releasing one makes nobody wait. ``None`` leaves
+            it to the backend: as many again where they are cheap, none where they are not.
+        max_sandboxes: Most sandboxes alive at once over all images, those being removed included. ``None`` is twice
+            what the images and spares add up to, which leaves room for removal.
+        user: User that commands run as; ``None`` is the image's.
+        workdir: Directory that commands start in; ``None`` is the image's.
+        env: Variables on top of the image's environment. No secrets: give those to a command.
+        create_rate: Most sandboxes asked for in a second; ``None`` is the backend's.
+        acquire_timeout: How long :meth:`acquire` waits, in seconds; ``None`` for ever.
+        sink: What hears of every event: a callable, or several.
+        backend_options: Arguments for a backend that is given by its name.
+
+    Raises:
+        ConfigurationError: If any of it cannot work. Nothing was created.
+
+    """
+
+    def __init__(
+        self,
+        backend: str | Backend = "local",
+        *,
+        images: Mapping[str, int] | Iterable[str],
+        spares: int | None = None,
+        max_sandboxes: int | None = None,
+        user: str | int | None = None,
+        workdir: str | None = None,
+        env: Mapping[str, str] | None = None,
+        create_rate: float | None = None,
+        acquire_timeout: float | None = 300.0,
+        sink: EventSink | Iterable[EventSink] = (),
+        backend_options: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.images = _sizes(images)
+        """Image → how many sandboxes of it may be leased at once."""
+        _check_count("spares", spares, least=0)
+        _check_count("max_sandboxes", max_sandboxes, least=1)
+        _check_seconds("acquire_timeout", acquire_timeout)
+        _check_seconds("create_rate", create_rate, unit="a second")
+        self._specs = {
+            image: SandboxSpec(image=image, user=user, workdir=workdir, env=dict(env or {})) for image in self.images
+        }
+        self.acquire_timeout = acquire_timeout
+        """How long :meth:`acquire` waits when nothing is said, in seconds."""
+        if isinstance(backend, Backend):
+            if backend_options:
+                raise ConfigurationError(
+                    "backend_options are for a backend given by its name; this one is made already"
+                )
+            self.backend = backend
+        else:
+            self.backend = open_backend(backend, **(backend_options or {}))
+        self.run_id = secrets.token_hex(4)
+        """Part of the name of every sandbox of this client."""
+        self._spares = spares
+        self._max_sandboxes = max_sandboxes
+        self._create_rate = create_rate
+        self._sinks: tuple[EventSink, ...] = (sink,) if callable(sink) else tuple(sink)
+        self._engine: Engine | None = None
+
+    @asynccontextmanager
+    async def __asynccontextmanager__(self) -> AsyncGenerator[Self, None]:
+        if self._engine is not None:
+            raise UsageError("a client can be entered once; make another one")
+        await self.backend.validate(self._specs.values())
+        self._engine = engine = self._build()
+        async with engine.running():
+            yield self
+
+    def _build(self) -> Engine:
+        backend = self.backend
+        targets = {
+            image: size + (backend.default_spares(size) if self._spares is None else self._spares)
+            for image, size in self.images.items()
+        }
+        rate = backend.default_create_rate if self._create_rate is None else self._create_rate
+        replenisher = Replenisher(
+            targets=targets,
+            cap=2 * sum(targets.values()) if self._max_sandboxes is None else self._max_sandboxes,
+            creates_in_flight=backend.default_creates_in_flight,
+            limiter=AdaptiveLimiter(rate=rate, now=anyio.current_time()),
+        )
+        book = PoolBook(images=self.images, replenisher=replenisher, prefix=f"sb-{self.run_id}")
+        return Engine(backend, specs=self._specs, targets=targets, book=book, sinks=self._sinks)
+
+    async def acquire(
+        self, image: str, *, timeout: float | None = _UNSET, episode: str | None = None, attempt: int | None = None
+    ) -> Lease:
+        """
+        Lease a sandbox, waiting for one if need be. First come, first served.
+
+        Args:
+            image: Of which image; one of those that the client was made with.
+            timeout: How long to wait, in seconds; ``None`` for ever. The client's if nothing is said.
+            episode: For which episode; kept with the lease and its events.
+            attempt: For which attempt of it.
+
+        Returns:
+            The lease; release it, or use it as an async context manager.
+
+        Raises:
+            ConfigurationError: If the client was not made with this image.
+            AcquireTimeout: If there was none in time.
+            PoolClosed: If the client was closed while the call waited.
+            ProvisionError: If sandboxes of this image cannot be made.
+            UsageError: If the client is not open.
+
+        """
+        if image not in self.images:
+            raise ConfigurationError(f"image {image!r} was not declared; this client has {_listed(self.images)}")
+        if timeout is _UNSET:
+            timeout = self.acquire_timeout
+        else:
+            _check_seconds("timeout", timeout)
+        engine = self._running()
+        requested_at = anyio.current_time()
+        try:
+            tenure = await engine.acquire(image, timeout=timeout)
+        except SandboxError as error:
+            now = anyio.current_time()
+            why = f"{type(error).__name__}: {error}"
+            waited = now - requested_at
+            engine.emit(
+                "lease.refused",
+                now,
+                sandbox=None,
+                episode=episode,
+                attempt=attempt,
+                image=image,
+                error=why,
+                waited=waited,
+            )
+            raise
+        lease = Lease(engine, tenure, acquire_timeout=timeout, episode=episode, attempt=attempt)
+        engine.emit(
+            "lease.granted",
+            tenure.granted_at,
+            sandbox=lease.sandbox,
+            episode=episode,
+            attempt=attempt,
+            image=image,
+            start=str(lease.start),
+            queue=lease.granted_at - lease.requested_at,
+        )
+        return lease
+
+    async def exec(self, lease: Lease, command: str | Sequence[str], **options: Any) -> ExecResult:
+        """Run a command in a leased sandbox: :meth:`Lease.exec`."""
+        return await lease.exec(command, **options)
+
+    async def reset(self, lease: Lease) -> ResetReport:
+        """Make a leased sandbox like new: :meth:`Lease.reset`."""
+        return await lease.reset()
+
+    async def release(self, lease: Lease, *, discard: bool = False) -> None:
+        """Give a leased sandbox back: :meth:`Lease.release`."""
+        await lease.release(discard=discard)
+
+    def statistics(self) -> PoolStatistics:
+        """Count sandboxes by state, waiters and totals at this instant."""
+        return PoolStatistics(backend=self.backend.name) if self._engine is None else self._engine.statistics()
+
+    def _running(self) -> Engine:
+        if self._engine is None:
+            raise UsageError("the client is not open; use 'async with SandboxClient(...) as client'")
+        return self._engine
+
+    def __repr__(self) -> str:
+        return f"<SandboxClient [{self.statistics()}]>"
+
+
+def _sizes(images: Mapping[str, int] | Iterable[str]) -> dict[str, int]:
+    if isinstance(images, str):
+        raise ConfigurationError(f"images is a mapping or a collection of names, not one string; use [{images!r}]")
+    sizes = dict(images) if isinstance(images, Mapping) else dict.fromkeys(images, 1)
+    if not sizes:
+        raise ConfigurationError("images is empty; name at least one, such as images={'host': 8}")
+    for image, size in sizes.items():
+        if not isinstance(image, str) or not image:
+            raise ConfigurationError(f"an image is a name such as 'host', not {image!r}")
+        _check_count(f"the size of image {image!r}", size, least=1)
+    return sizes
+
+
+def _check_count(what: str, value: Any, *, least: int) -> None:
+    if value is None and least in (0, 1) and not what.startswith("the size"):
+        return
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise ConfigurationError(f"{what} must be a whole number of at least {least}, not {value!r}")
+
+
+def _check_seconds(what: str, value: Any, *, unit: str = "seconds") -> None:
+    if value is None:
+        return
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or not value > 0:
+        raise ConfigurationError(f"{what} must be a number above 0 {unit}, not {value!r}")
+
+
+def _listed(images: Iterable[str]) -> str:
+    names = [repr(image) for image in images]
+    return ", ".join(names[:10]) + (f" and {len(names) - 10} more" if len(names) > 10 else "")

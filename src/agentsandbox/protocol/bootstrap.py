@@ -1,0 +1,155 @@
+# SPDX-License-Identifier: Apache-2.0
+"""
+The runner as one piece of text, for sandboxes where nothing of ours is installed.
+
+:func:`program` packs the modules of the runner into a Python program that needs only an interpreter of 3.7 or later,
+also one started with ``-I -S -B``. The modules come back under their real names, below packages that are empty.
+"""
+
+from __future__ import annotations
+
+import base64
+import functools
+import importlib.resources
+import json
+import zlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+__all__ = ["STDIO_ENTRY", "program", "runner_modules", "source", "stub"]
+
+STDIO_ENTRY = "agentsandbox.protocol.runner.loop:main"
+"""Serves over standard input and output."""
+
+_RUNNER = "agentsandbox.protocol.runner"
+
+_MODULES = (
+    "archives",
+    "attaching",
+    "commands",
+    "family",
+    "files",
+    "kernel",
+    "killing",
+    "loop",
+    "pipes",
+    "poller",
+    "processes",
+    "requests",
+    "signals",
+    "spawn",
+    "starting",
+    "stream",
+    "timers",
+    "users",
+)
+"""Modules of the runner package that run in every sandbox; the others are for the machine of the driver."""
+
+_TEMPLATE = """\
+import base64, json, sys, zlib
+from importlib.machinery import ModuleSpec
+class Carried:
+    def __init__(self, sources):
+        self.sources = sources
+    def find_spec(self, name, path=None, target=None):
+        if name in self.sources:
+            return ModuleSpec(name, self, origin="carried", is_package=not self.sources[name])
+    def create_module(self, spec):
+        return None
+    def exec_module(self, module):
+        name = module.__name__
+        exec(compile(self.sources[name], "<%%s>" %% name, "exec", dont_inherit=True), module.__dict__)
+    def get_source(self, name):
+        return self.sources[name]
+sys.meta_path.insert(0, Carried(json.loads(zlib.decompress(base64.b64decode("%s")).decode())))
+"""
+
+_CALL = """\
+import importlib
+getattr(importlib.import_module("%s"), "%s")(json.loads(%r))
+"""
+
+
+def runner_modules() -> tuple[str, ...]:
+    """Return the names of the modules that every runner needs, in order."""
+    return (
+        "agentsandbox.protocol.connection",
+        "agentsandbox.protocol.frames",
+        *(f"{_RUNNER}.{name}" for name in _MODULES),
+    )
+
+
+def source(modules: Iterable[str] = ()) -> bytes:
+    """
+    Return a program that makes modules importable, and does nothing else.
+
+    Args:
+        modules: Names beside those of :func:`runner_modules`.
+
+    Returns:
+        The text of the program: the same bytes for the same modules.
+
+    """
+    return _source(tuple(modules))
+
+
+def program(*, entry: str = STDIO_ENTRY, config: Mapping[str, Any] | None = None, modules: Iterable[str] = ()) -> bytes:
+    """
+    Return a program that makes modules importable and calls one of their functions.
+
+    Args:
+        entry: What to call, as ``module:function``.
+        config: Its only argument; whatever JSON can carry.
+        modules: Names beside those of :func:`runner_modules`.
+
+    Returns:
+        The text of the program, in ASCII.
+
+    """
+    module, _, function = entry.partition(":")
+    if not all(part.isidentifier() for part in (*module.split("."), function)):
+        raise ValueError(f"an entry is 'module:function', not {entry!r}")
+    text = json.dumps(dict(config or {}), sort_keys=True, separators=(",", ":"))
+    return source(modules) + (_CALL % (module, function, text)).encode("ascii")
+
+
+def stub(size: int) -> str:
+    """
+    Return a program, short enough for any command line, that reads another from standard input and runs it.
+
+    It reads not a byte further, so that what follows on standard input is left to that program.
+
+    Args:
+        size: The length of that program, in bytes.
+
+    """
+    return (
+        "import os\n"
+        f"b,n=[],{size}\n"
+        "while n:\n"
+        " c=os.read(0,min(n,65536))\n"
+        " if not c:raise SystemExit('the program ends early')\n"
+        " b.append(c);n-=len(c)\n"
+        "exec(compile(b''.join(b),'<runner>','exec'),{'__name__':'__main__'})"
+    )
+
+
+@functools.cache
+def _source(modules: tuple[str, ...]) -> bytes:
+    names = (*runner_modules(), *modules)
+    sources = {name: _read(name) for name in names}
+    for name in names:
+        parts = name.split(".")[:-1]
+        while parts:
+            sources[".".join(parts)] = ""
+            parts.pop()
+    text = json.dumps(sources, sort_keys=True, separators=(",", ":"))
+    packed = base64.b64encode(zlib.compress(text.encode("ascii"), 9)).decode("ascii")
+    return (_TEMPLATE % packed).encode("ascii")
+
+
+def _read(module: str) -> str:
+    package, _, name = module.rpartition(".")
+    return importlib.resources.files(package).joinpath(f"{name}.py").read_text("utf-8")

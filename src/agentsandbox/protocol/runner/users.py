@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: Apache-2.0
+"""
+Who commands may run as.
+
+The account files are read by hand: name services would load libraries of the image into the runner, and a jail without
+them has numeric ids all the same.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from typing import List, NamedTuple, Optional, Tuple, Union
+
+MAX_FILE = 4 * 1024 * 1024
+"""Account files are read up to this size, in bytes: an episode may have written them."""
+
+CAP_SETGID, CAP_SETUID = 6, 7
+MAX_ID = 2**32 - 2
+
+
+class Account(NamedTuple):
+    """A user as a command needs it."""
+
+    uid: int
+    gid: int
+    groups: Tuple[int, ...]
+    name: str
+    home: str
+
+
+class NoUser(Exception):
+    """There is no such user here, or the runner may not become it."""
+
+
+def resolve(user: Union[str, int, None]) -> Account:
+    """
+    Look a user up.
+
+    Args:
+        user: A name, an id, ``"name:group"``, or ``None`` for whoever the runner is.
+
+    Raises:
+        NoUser: If there is none of that name.
+
+    """
+    if user is None:
+        user = os.getuid()
+        group = str(os.getgid())
+    else:
+        user, _, group = str(user).partition(":")
+    text = str(user)
+    found = None
+    for entry in _entries("/etc/passwd", 7):
+        if text in (entry[0], entry[2]) and entry[2].isdecimal() and entry[3].isdecimal():
+            found = entry
+            break
+    if found is not None:
+        uid, gid, name, home = int(found[2]), int(found[3]), found[0], found[5] or "/"
+    elif text.isdecimal():
+        # As container runtimes have it: a user without an entry is in group 0.
+        uid, gid, name, home = int(text), 0, text, "/"
+    elif text == "root":
+        uid, gid, name, home = 0, 0, "root", "/root"
+    else:
+        raise NoUser("%s: no such user" % text)
+    if group:
+        gid = _group(group)
+    if uid > MAX_ID or gid > MAX_ID:
+        raise NoUser("%s: no such user" % text)
+    groups = {gid}
+    for entry in _entries("/etc/group", 4):
+        if entry[2].isdecimal() and int(entry[2]) <= MAX_ID and name in entry[3].split(","):
+            groups.add(int(entry[2]))
+    return Account(uid, gid, tuple(sorted(groups)), name, home)
+
+
+def may_change() -> bool:
+    """Whether the runner can become other users: it has the capabilities, and there is more than one id here."""
+    if not _capable():
+        return False
+    try:
+        with open("/proc/self/uid_map", "rb") as file:
+            return sum(int(line.split()[2]) for line in file) > 1
+    except (OSError, ValueError, IndexError):
+        return True
+
+
+def may_set_groups() -> bool:
+    """Whether supplementary groups can be set: a user namespace made by an ordinary user forbids it."""
+    try:
+        with open("/proc/self/setgroups", "rb") as file:
+            return file.read().strip() != b"deny"
+    except OSError:
+        return True
+
+
+def _capable() -> bool:
+    try:
+        with open("/proc/self/status", "rb") as file:
+            for line in file:
+                if line.startswith(b"CapEff:"):
+                    effective = int(line.split()[1], 16)
+                    return bool(effective >> CAP_SETUID & 1 and effective >> CAP_SETGID & 1)
+    except (OSError, ValueError, IndexError):
+        pass
+    return os.geteuid() == 0
+
+
+def _group(text: str) -> int:
+    for entry in _entries("/etc/group", 4):
+        if text in (entry[0], entry[2]) and entry[2].isdecimal():
+            return int(entry[2])
+    if text.isdecimal():
+        return int(text)
+    raise NoUser("%s: no such group" % text)
+
+
+def _entries(path: str, fields: int) -> List[List[str]]:
+    content = _content(path)
+    if content is None:
+        return []
+    lines = (line.split(":") for line in content.decode("utf-8", "surrogateescape").splitlines())
+    return [line for line in lines if len(line) >= fields and line[0]]
+
+
+def _content(path: str) -> Optional[bytes]:
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
+    except OSError as error:
+        if error.errno in (errno.EMFILE, errno.ENFILE):
+            raise
+        return None
+    try:
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            return None
+        chunks, size = [], 0
+        while size < MAX_FILE:
+            chunk = os.read(fd, 65536)
+            if not chunk:
+                break
+            chunks.append(chunk)
+            size += len(chunk)
+        return b"".join(chunks)
+    except OSError:
+        return None
+    finally:
+        os.close(fd)

@@ -1,0 +1,204 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A batch of episodes in, one record an episode out."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import anyio
+
+from agentsandbox.errors import BatchFailed, ConfigurationError, EpisodeTimeout, Phase
+from agentsandbox.metrics.recorder import summarise_ttfc
+from agentsandbox.models.episode import EpisodeRecord, RolloutResult, check_batch
+from agentsandbox.rollouts.accounting import Ledger
+from agentsandbox.rollouts.artifacts import ArtifactStore
+from agentsandbox.rollouts.attempt import AttemptRunner, cancelled_failure
+from agentsandbox.rollouts.notify import announce
+from agentsandbox.rollouts.source import check_rollout
+from agentsandbox.rollouts.verdict import failure_of, is_infrastructure
+from agentsandbox.warmpool.publishing import Publisher
+
+if TYPE_CHECKING:
+    from anyio.abc import TaskGroup
+
+    from agentsandbox.models.episode import Episode
+    from agentsandbox.models.events import EventSink
+    from agentsandbox.rollouts.source import LeaseSource, RolloutFunction
+
+__all__ = ["check_limits", "gather_rollouts"]
+
+
+async def gather_rollouts(
+    source: LeaseSource,
+    batch: Sequence[Episode],
+    rollout: RolloutFunction,
+    *,
+    parallelism: int | None = None,
+    limits: Mapping[str, int] | None = None,
+    max_attempts: int = 2,
+    retry_timeouts: bool = False,
+    deadline: float | None = None,
+    episode_timeout: float | None = None,
+    failure_threshold: float | None = None,
+    output: Path | str | None = None,
+    sink: EventSink | Iterable[EventSink] = (),
+    stragglers: TaskGroup | None = None,
+) -> RolloutResult:
+    """
+    Run one attempt after another until every episode of *batch* has its record.
+
+    A reward is a number only when *rollout* returned one and the sandbox was still the one that was granted. What
+    infrastructure fails is tried again on another sandbox; what the rollout function raises is final.
+
+    Args:
+        source: What grants sandboxes: a client, a pool, or anything with their ``acquire``.
+        batch: The episodes, each id once.
+        rollout: An async function that takes a sandbox and an episode and returns a finite number or a
+            :class:`~agentsandbox.Graded`.
+        parallelism: How many episodes run at the same time; all of them when nothing is said.
+        limits: Image to how many episodes of it run at the same time, so that none waits for a sandbox of its image
+            in the place of one that could run.
+        max_attempts: How often an episode is tried when infrastructure fails it.
+        retry_timeouts: Whether an attempt that took longer than its own time limit is tried again, too.
+        deadline: Seconds for the whole batch. What has not ended by then is stopped and returned as retryable.
+        episode_timeout: Seconds one attempt may take, from the grant of its sandbox; an episode's own ``timeout``
+            comes first.
+        failure_threshold: The largest share (0 to 1) of episodes without a reward through infrastructure that is
+            accepted.
+        output: Directory under which the artifacts, patch and command log of every attempt are saved.
+        sink: What hears of the events ``attempt.started``, ``attempt.granted``, ``attempt.ended``, ``attempt.late``,
+            ``release.failed`` and ``episode.ended``: a callable, or several. A cancelled batch has its records there.
+        stragglers: Task group that takes over rollout functions that do not stop when they are cancelled. Without one
+            the call returns only when they have ended.
+
+    Returns:
+        One record an episode, in input order, with counts and times.
+
+    Raises:
+        ConfigurationError: If the input cannot work. Nothing has been created then.
+        BatchFailed: If more than *failure_threshold* failed; it carries every record.
+
+    """
+    episodes = tuple(batch)
+    check_batch(episodes)
+    check_rollout(rollout)
+    for image, limit in (limits or {}).items():
+        check_limits(parallelism=limit, name=f"the limit of image {image!r}")
+    check_limits(
+        parallelism=parallelism,
+        max_attempts=max_attempts,
+        deadline=deadline,
+        episode_timeout=episode_timeout,
+        failure_threshold=failure_threshold,
+        output=output,
+    )
+    if not episodes:
+        return RolloutResult(records=())
+
+    submitted_at = anyio.current_time()
+    over = math.inf if deadline is None else submitted_at + deadline
+    publisher = Publisher((sink,) if callable(sink) else sink)
+    ledger = Ledger(max_attempts=max_attempts, retry_timeouts=retry_timeouts, limits=limits or {})
+    for episode in episodes:
+        ledger.submit(episode)
+    try:
+        async with anyio.create_task_group() as workers:
+            runner = AttemptRunner(
+                source=source,
+                rollout=rollout,
+                ledger=ledger,
+                publisher=publisher,
+                tasks=stragglers or workers,
+                store=None if output is None else ArtifactStore(Path(output)),
+                submitted_at=submitted_at,
+                deadline=over,
+                episode_timeout=episode_timeout,
+            )
+            for _ in range(min(parallelism or len(episodes), len(episodes))):
+                workers.start_soon(_work, runner, ledger, over)
+        rest = failure_of(EpisodeTimeout("the deadline of the batch passed before the episode started"), Phase.ACQUIRE)
+        _announce(publisher, ledger.abandon(rest))
+    except BaseException:
+        _announce(publisher, ledger.abandon(cancelled_failure(Phase.ACQUIRE)))
+        raise
+
+    samples = tuple(attempt.ttfc for record in ledger.records for attempt in record.history if attempt.ttfc is not None)
+    result = RolloutResult(
+        records=ledger.records,
+        counts=ledger.counts,
+        ttfc=summarise_ttfc(samples),
+        samples=samples,
+        wall_seconds=anyio.current_time() - submitted_at,
+        late_results=ledger.late_results,
+    )
+    _check_threshold(result.records, failure_threshold)
+    return result
+
+
+async def _work(runner: AttemptRunner, ledger: Ledger, over: float) -> None:
+    # A failed episode goes back to the head of the queue, so the worker that saw it fail finds it there: none is needed
+    # after the queue has run dry.
+    while anyio.current_time() < over and ledger.waiting:
+        ticket = ledger.take()
+        if ticket is not None:
+            await runner.run(ticket)
+        else:
+            with anyio.CancelScope(deadline=over):
+                await runner.changed.wait()
+
+
+def _announce(publisher: Publisher, records: Sequence[EpisodeRecord]) -> None:
+    for record in records:
+        announce(publisher, record, anyio.current_time())
+
+
+def _check_threshold(records: Sequence[EpisodeRecord], threshold: float | None) -> None:
+    failed = [record for record in records if is_infrastructure(record)]
+    share = len(failed) / len(records)
+    if threshold is None or share <= threshold:
+        return
+    kinds = Counter(record.failure.kind.value for record in failed if record.failure)
+    causes = ", ".join(f"{kind}: {count}" for kind, count in kinds.most_common())
+    raise BatchFailed(
+        f"{len(failed)} of {len(records)} episodes have no reward through infrastructure ({causes}); "
+        f"failure_threshold is {threshold:g}",
+        records,
+    )
+
+
+def check_limits(
+    *,
+    parallelism: int | None = None,
+    max_attempts: int = 1,
+    deadline: float | None = None,
+    episode_timeout: float | None = None,
+    failure_threshold: float | None = None,
+    output: Path | str | None = None,
+    name: str = "parallelism",
+) -> None:
+    """
+    Refuse limits that cannot work.
+
+    Raises:
+        ConfigurationError: Naming the limit, its value and what it may be.
+
+    """
+    numbers: tuple[tuple[str, object], ...] = ((name, parallelism), ("max_attempts", max_attempts))
+    for what, count in numbers:
+        if count is not None and (not isinstance(count, int) or isinstance(count, bool) or count < 1):
+            raise ConfigurationError(f"{what} must be a whole number of at least 1, not {count!r}")
+    for what, seconds in (("deadline", deadline), ("episode_timeout", episode_timeout)):
+        if seconds is not None and not (_is_number(seconds) and seconds > 0):
+            raise ConfigurationError(f"{what} must be above 0 seconds, not {seconds!r}")
+    if failure_threshold is not None and not (_is_number(failure_threshold) and 0 <= failure_threshold <= 1):
+        raise ConfigurationError(f"failure_threshold is a share from 0 to 1, not {failure_threshold!r}")
+    if output is not None and Path(output).exists() and not Path(output).is_dir():
+        raise ConfigurationError(f"output must be a directory, and {str(output)!r} is none")
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)

@@ -1,0 +1,410 @@
+# SPDX-License-Identifier: Apache-2.0
+"""
+The tasks behind a session: one reads, one writes, one watches the clock, and all three start over on a new stream.
+
+The reader hands frames on and never waits for anybody, so that a slow consumer can neither stop the heartbeat nor the
+other commands.
+"""
+
+from __future__ import annotations
+
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+import anyio
+from tenacity import AsyncRetrying, retry_if_exception, stop_after_attempt, wait_random_exponential
+
+from agentsandbox.errors import InfrastructureError, ProtocolError, SandboxLost, StreamBroken
+from agentsandbox.protocol.connection import Connection
+from agentsandbox.protocol.frames import (
+    HELLO,
+    PING,
+    PONG,
+    REFUSED,
+    SHUTDOWN,
+    TO_DRIVER,
+    VERSION,
+    WELCOME,
+    Frame,
+    FrameError,
+    dump,
+    load,
+)
+
+if TYPE_CHECKING:
+    from anyio.abc import TaskStatus
+    from collections.abc import Awaitable, Callable, Mapping
+    from agentsandbox.transport import ByteStream
+
+__all__ = ["Link"]
+
+REATTACH_ATTEMPTS = 6
+"""How often a lost stream is opened again before the sandbox counts as lost."""
+
+REATTACH_WAIT = 5.0
+"""The longest pause between two of them, in seconds; they begin at a tenth of a second and double."""
+
+LASTING = 10.0
+"""Seconds after which a stream was worth having, even if nothing had to be said on it."""
+
+DRAIN = 1.0
+"""Seconds in which what is on its way may still arrive after writing has failed."""
+
+CLOSE = 5.0
+"""Seconds that closing may take."""
+
+MAX_PONGS = 1000
+"""Answers to pings that may wait while the other side does not read."""
+
+STREAM_ERRORS = (anyio.EndOfStream, anyio.BrokenResourceError, anyio.ClosedResourceError, OSError)
+
+
+def _passing(error: BaseException) -> bool:
+    """Whether to open the stream once more: yes, unless somebody has seen that the sandbox is gone."""
+    if isinstance(error, InfrastructureError):
+        return error.retryable and not isinstance(error, (SandboxLost, ProtocolError))
+    return isinstance(error, STREAM_ERRORS)
+
+
+class Link:
+    """
+    The numbered connection to one runner over as many streams as it takes.
+
+    Args:
+        stream: The first stream.
+        nonce: The secret that the runner expects.
+        reopen: Opens another stream to the same runner, if that is possible.
+        heartbeat: Seconds without a byte from the runner after which it is asked for one.
+        heartbeat_timeout: Seconds it has to answer.
+        deliver: Takes each frame of a command; raises :exc:`FrameError` if it does not fit.
+        on_lost: Called once when the runner is lost for good.
+
+    """
+
+    def __init__(
+        self,
+        stream: ByteStream,
+        *,
+        nonce: str,
+        reopen: Callable[[], Awaitable[ByteStream]] | None,
+        heartbeat: float,
+        heartbeat_timeout: float,
+        deliver: Callable[[Frame], None],
+        on_lost: Callable[[], None],
+    ) -> None:
+        self._stream = stream
+        self._nonce = nonce
+        self._reopen = reopen
+        self._heartbeat = heartbeat
+        self._heartbeat_timeout = heartbeat_timeout
+        self._deliver = deliver
+        self._on_lost = on_lost
+        self._connection = Connection(TO_DRIVER)
+        self._wakeup = anyio.Event()
+        self._scope: anyio.CancelScope | None = None
+        self._ended = anyio.Event()
+        self._pings: dict[bytes, anyio.Event] = {}
+        self._ping_count = 0
+        self._pongs = 0
+        self._heard: anyio.Event | None = None
+        self._broken = ""
+        self._carried = (-1, -1)
+        self._fruitless = 0  # streams in a row that could be attached and then carried nothing
+        self.facts: Mapping[str, Any] = MappingProxyType({})
+        """What the runner said about itself."""
+        self.lost: SandboxLost | None = None
+        """Why it is lost, once it is."""
+        self.violation: FrameError | None = None
+        """How the runner broke the protocol, if it did."""
+        self.streams = 0
+        """How many streams it took so far."""
+        self.last_received = 0.0
+        """When the last byte arrived."""
+        self.attached_at = 0.0
+        """When the present stream was attached."""
+
+    def __repr__(self) -> str:
+        state = (
+            self.lost.reason if self.lost else
+            "attached" if self._connection.attached else
+            "attaching" if self.streams else "new"
+        )  # fmt: skip
+        return f"<Link [{state}, stream {self.streams}, {self._connection.unacknowledged} bytes unacknowledged]>"
+
+    @property
+    def attached(self) -> bool:
+        """Whether a stream is there now."""
+        return self._connection.attached
+
+    @property
+    def unacknowledged(self) -> int:
+        """Bytes that are kept in case they have to be sent again."""
+        return self._connection.unacknowledged
+
+    def send(self, kind: int, command: int, payload: bytes = b"") -> None:
+        """Queue a frame. It goes out as soon as the stream takes it, in the order of the calls."""
+        self._connection.send(kind, command, payload)
+        self._wakeup.set()
+
+    def lose(self, error: SandboxLost) -> None:
+        """Give the runner up: nothing that it says counts any more."""
+        if self.lost is None:
+            self.lost = error
+            self._on_lost()
+            for event in self._pings.values():
+                event.set()
+        if self._scope is not None:
+            self._scope.cancel()
+
+    def violate(self, error: FrameError) -> None:
+        """Give the runner up because it broke the protocol."""
+        self.violation = self.violation or error
+        self.lose(SandboxLost("protocol", str(error)))
+
+    def loss(self, stdout: bytes = b"", stderr: bytes = b"") -> InfrastructureError:
+        """Return the exception for a caller whose command the loss hit, with what the command had printed."""
+        if self.violation is not None:
+            return ProtocolError(str(self.violation))
+        lost = self.lost
+        assert lost is not None
+        error = type(lost)(lost.reason, lost.detail, stdout=stdout, stderr=stderr)
+        error.__cause__ = lost.__cause__
+        return error
+
+    async def ping(self, timeout: float) -> float:
+        """Return how many seconds an answer took; :exc:`TimeoutError` if none came within *timeout* seconds."""
+        if self.lost is not None:
+            raise self.loss()
+        self._ping_count += 1
+        token = b"%d" % self._ping_count
+        event = self._pings[token] = anyio.Event()
+        begin = anyio.current_time()
+        try:
+            with anyio.fail_after(timeout):
+                if self.attached:
+                    self.send(PING, 0, token)
+                await event.wait()
+        finally:
+            del self._pings[token]
+        if self.lost is not None:
+            raise self.loss()
+        return anyio.current_time() - begin
+
+    async def run(self, *, task_status: TaskStatus[None]) -> None:
+        """
+        Attach, then serve until the link is closed or lost for good.
+
+        Raises:
+            SandboxLost: If the first stream could not be attached; later losses only show in :attr:`lost`.
+            ProtocolError: Likewise.
+
+        """
+        attached = False
+        try:
+            with anyio.CancelScope() as self._scope:
+                if self.lost is None:  # else closed before it began
+                    await self._first()
+                    attached = True
+                    task_status.started()
+                    while await self._serve() and await self._reattach():
+                        pass
+        finally:
+            self.lose(StreamBroken("closed", "the session was closed"))
+            self._connection.detach()
+            with anyio.move_on_after(CLOSE, shield=True):
+                await self._stream.aclose()
+            self._ended.set()
+        if not attached:
+            raise self.loss()
+
+    async def shutdown(self) -> None:
+        """Ask the runner to end, and give it a second to do so."""
+        self._reopen = None
+        if self.attached:
+            self.send(SHUTDOWN, 0)
+            with anyio.move_on_after(DRAIN, shield=True):
+                await self._ended.wait()
+
+    async def aclose(self) -> None:
+        """Close the stream and wait until :meth:`run` has ended. Idempotent."""
+        started = self._scope is not None
+        self.lose(StreamBroken("closed", "the session was closed"))
+        with anyio.move_on_after(CLOSE, shield=True):
+            await (self._ended.wait() if started else self._stream.aclose())
+
+    # Attaching.
+
+    async def _first(self) -> None:
+        try:
+            with anyio.fail_after(self._heartbeat_timeout):
+                await self._attach(self._stream)
+        except FrameError as error:
+            self.violate(error)
+            raise self.loss() from error
+        except (*STREAM_ERRORS, TimeoutError) as error:
+            self.lose(StreamBroken("handshake", f"the runner did not answer ({type(error).__name__})"))
+            raise self.loss() from error
+        except SandboxLost as error:
+            self.lose(error)
+            raise
+
+    async def _attach(self, stream: ByteStream) -> None:
+        connection = self._connection
+        connection.send(HELLO, 0, dump({"version": VERSION, "nonce": self._nonce, "received": connection.received}))
+        await stream.send(connection.data_to_send())
+        frames: list[Frame] = []
+        while not frames:
+            frames = connection.receive_data(await stream.receive())
+        welcome = load(frames[0].payload) if frames[0].type in (WELCOME, REFUSED) else {}
+        if frames[0].type == REFUSED:
+            raise SandboxLost("refused", str(welcome.get("reason")))
+        if frames[0].type != WELCOME or welcome.get("version") != VERSION:
+            raise FrameError("no welcome of version %d from the runner" % VERSION)
+        facts = welcome.get("facts")
+        if not isinstance(facts, dict):
+            raise FrameError("the runner gives no facts")
+        if self.streams and facts != self.facts:
+            raise SandboxLost("replaced", "another runner answers than before")
+        connection.attach(welcome.get("received"))  # type: ignore[arg-type]  # it checks
+        carried = (welcome["received"], connection.received)
+        lasted = anyio.current_time() - self.attached_at >= LASTING
+        self._fruitless = self._fruitless + 1 if carried == self._carried and not lasted else 0
+        self._carried = carried
+        self.streams += 1
+        self.facts = MappingProxyType(facts)
+        self.last_received = self.attached_at = anyio.current_time()
+        self._broken = ""
+        self._pongs = 0
+        for frame in frames[1:]:
+            self._dispatch(frame)
+        for token in self._pings:
+            connection.send(PING, 0, token)
+        self._wakeup.set()
+
+    async def _reattach(self) -> bool:
+        """Open a new stream to the same runner; return whether that worked."""
+        if self._reopen is None or self._fruitless >= REATTACH_ATTEMPTS:
+            self.lose(StreamBroken("stream_ended", self._broken))
+            return False
+        if self._fruitless:
+            await anyio.sleep(min(0.1 * 2**self._fruitless, REATTACH_WAIT))
+        try:
+            async for attempt in AsyncRetrying(
+                stop=stop_after_attempt(REATTACH_ATTEMPTS),
+                wait=wait_random_exponential(multiplier=0.1, max=REATTACH_WAIT),
+                retry=retry_if_exception(_passing),
+                sleep=anyio.sleep,
+                reraise=True,
+            ):
+                with attempt:
+                    await self._open(self._reopen)
+        except FrameError as error:
+            self.violate(error)
+        except SandboxLost as error:
+            self.lose(error)
+        except Exception as error:  # noqa: BLE001  kept as the cause, and never thrown at whoever else is in the task group
+            cause = str(error) or type(error).__name__
+            lost = StreamBroken("stream_ended", f"{self._broken}; not attached again: {cause}")
+            lost.__cause__ = error
+            self.lose(lost)
+        return self.lost is None
+
+    async def _open(self, reopen: Callable[[], Awaitable[ByteStream]]) -> None:
+        with anyio.fail_after(self._heartbeat_timeout):
+            stream = await reopen()
+            try:
+                await self._attach(stream)
+            except BaseException:
+                self._connection.detach()
+                with anyio.move_on_after(CLOSE, shield=True):
+                    await stream.aclose()
+                raise
+            self._stream = stream
+
+    # Serving.
+
+    async def _serve(self) -> bool:
+        """Read, write and watch one stream until it ends; return whether another one may follow."""
+        stream = self._stream
+        async with anyio.create_task_group() as group:
+            group.start_soon(self._write, stream, group.cancel_scope)
+            group.start_soon(self._watch, group.cancel_scope)
+            await self._read(stream)
+            group.cancel_scope.cancel()
+        self._connection.detach()
+        with anyio.move_on_after(CLOSE, shield=True):
+            await stream.aclose()
+        return self.lost is None
+
+    async def _read(self, stream: ByteStream) -> None:
+        connection = self._connection
+        while self.lost is None:
+            try:
+                data = await stream.receive()
+            except STREAM_ERRORS as error:
+                self._broken = self._broken or f"reading failed ({type(error).__name__})"
+                return
+            self.last_received = anyio.current_time()
+            if self._heard is not None:
+                self._heard.set()
+                self._heard = None
+            try:
+                for frame in connection.receive_data(data):
+                    self._dispatch(frame)
+            except FrameError as error:
+                self.violate(error)
+                return
+            except Exception as error:  # noqa: BLE001  whatever a hostile runner finds ends its own session only
+                violation = FrameError(f"{type(error).__name__}: {error}")
+                violation.__cause__ = error
+                self.violate(violation)
+                return
+            if connection.pending:
+                self._wakeup.set()
+
+    def _dispatch(self, frame: Frame) -> None:
+        kind = frame.type
+        if kind == PONG:
+            if event := self._pings.get(frame.payload):
+                event.set()
+        elif kind == PING:
+            self._pongs += 1
+            if self._pongs > MAX_PONGS:
+                raise FrameError("the runner sends without reading")
+            self.send(PONG, 0, frame.payload)
+        elif kind == REFUSED:
+            self.lose(SandboxLost("refused", str(load(frame.payload).get("reason"))))
+        elif kind == WELCOME:
+            raise FrameError("a second welcome")
+        else:
+            self._deliver(frame)
+
+    async def _write(self, stream: ByteStream, scope: anyio.CancelScope) -> None:
+        try:
+            while True:
+                if chunks := self._connection.data_to_send():
+                    await stream.send(chunks)
+                    self._pongs = 0
+                else:
+                    self._wakeup = anyio.Event()
+                    await self._wakeup.wait()
+        except STREAM_ERRORS as error:
+            # The last words of the runner may be on their way: let the reader find the end of them.
+            self._broken = self._broken or f"writing failed ({type(error).__name__})"
+            scope.deadline = anyio.current_time() + DRAIN
+
+    async def _watch(self, scope: anyio.CancelScope) -> None:
+        while True:
+            seen = self.last_received
+            await anyio.sleep(max(0.0, seen + self._heartbeat - anyio.current_time()))
+            if self.last_received != seen:
+                continue
+            self._connection.acknowledge()
+            self.send(PING, 0, b"heartbeat")
+            self._heard = anyio.Event()
+            with anyio.move_on_after(self._heartbeat_timeout):
+                await self._heard.wait()
+            if self.last_received == seen:
+                self._broken = f"no answer to a heartbeat within {self._heartbeat_timeout:g} s"
+                scope.cancel()
+                return
