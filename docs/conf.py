@@ -44,6 +44,8 @@ add_module_names = False
 
 doctest_global_setup = "from agentsandbox import *"
 
+smartquotes = False  # options are written with two hyphens
+
 html_theme = "furo"
 html_title = f"agentsandbox {release}"
 

@@ -42,21 +42,22 @@ def _scope(fixture_name: str, config: pytest.Config) -> str:
     return scope
 
 
-@pytest.fixture
+@pytest.fixture(scope=_scope)  # type: ignore[arg-type]
 def sandbox_image(request: pytest.FixtureRequest) -> str:
-    """Name the image that ``sandbox`` is made from: the value of ``--sandbox-image``."""
+    """Name what sandboxes are made from: the value of ``--sandbox-image``. Override it where another one is needed."""
     image: str = request.config.getoption("--sandbox-image")
     return image
 
 
 @pytest.fixture(scope=_scope)  # type: ignore[arg-type]
-async def sandbox_pool(request: pytest.FixtureRequest, anyio_backend: object) -> AsyncIterator[SandboxPool]:
-    """Give a :class:`~agentsandbox.SandboxPool` that grants sandboxes of ``--sandbox-image``."""
+async def sandbox_pool(
+    request: pytest.FixtureRequest, sandbox_image: str, anyio_backend: object
+) -> AsyncIterator[SandboxPool]:
+    """Give a :class:`~agentsandbox.SandboxPool` that grants sandboxes of ``sandbox_image``."""
     from agentsandbox.pool import SandboxPool
 
     option = request.config.getoption
-    images = {option("--sandbox-image"): option("--sandbox-size")}
-    async with SandboxPool(option("--sandbox-backend"), images=images) as pool:
+    async with SandboxPool(option("--sandbox-backend"), images={sandbox_image: option("--sandbox-size")}) as pool:
         yield pool
 
 

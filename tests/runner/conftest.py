@@ -11,7 +11,7 @@ import sys
 import tempfile
 from collections import deque
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import pytest
 
@@ -73,8 +73,11 @@ class Driver:
         self.frames: deque[Frame] = deque()
         self.facts: dict[str, Any] = {}
 
-    def __enter__(self) -> Driver:
-        self.attach()
+    def __enter__(self) -> Self:
+        try:
+            self.attach()
+        except (AssertionError, OSError, EOFError) as error:
+            raise AssertionError(f"the runner did not come up: {self.close()}") from error
         return self
 
     def __exit__(self, *_: object) -> None:

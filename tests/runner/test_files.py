@@ -184,7 +184,7 @@ def test_permissions_are_those_of_the_user(driver: Driver) -> None:
 
 
 def test_directories_travel_there_and_back(driver: Driver) -> None:
-    """A tree that was unpacked is packed again with the same names, bytes, modes and links; other kinds are left out."""
+    """A tree that was unpacked is packed again with the same names, bytes, modes and links, without FIFOs."""
     odd = b"\xff-name".decode("utf-8", "surrogateescape")
     long = "/".join(["deep" * 20] * 4)
     members = [

@@ -230,7 +230,8 @@ class Cutting:
 
     def sendall(self, data: bytes) -> None:
         if self._out is None:
-            return self._stream.sendall(data)
+            self._stream.sendall(data)
+            return
         part = bytes(data)[: self._out]
         self._stream.sendall(part)
         self._out -= len(part)

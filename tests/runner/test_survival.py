@@ -286,3 +286,64 @@ def test_it_is_subreaper_of_what_it_starts(driver: Driver) -> None:
     assert int(parent.stdout) == driver.facts["pid"]
     assert ctypes.sizeof(ctypes.c_int) == 4
     driver.run(argv=["kill", "-9", str(pid)])
+
+
+ACCOUNTS = """
+import os
+os.makedirs("{etc}")
+with open("{etc}/passwd", "wb") as file:
+    file.write(b"x:y\\n:::::::\\nroot:x:0:0::/r\\0oot:/bin/sh\\nbig:x:" + b"9" * 6000 + b":1::/:\\n")
+    file.write(b"alice:x:1234:55::/home/alice:/bin/sh\\nmallory:x:12a:55::/:\\n\\xff\\xfe:x:1235:1::/:\\nnohome:x:1236:1:::\\n")
+with open("{etc}/group", "wb") as file:
+    file.write(b"one:x:77:bob,alice\\ntwo:x:78:bob\\nthree:x:zz:alice\\nfour:x:99999999999:alice\\nfive:x:79:\\n")
+for name in ("passwd", "group"):
+    if libc.mount(b"{etc}/" + name.encode(), b"/etc/" + name.encode(), None, 0x1000, None):
+        raise OSError(ctypes.get_errno(), "mount")
+"""
+
+
+@needs_namespaces
+def test_account_files_may_hold_anything(make_driver: Any, tmp_path: Path) -> None:
+    """Users get the home and the groups of the sandbox's own files; lines that are rubbish are passed over."""
+    between = FIRST_PROCESS + ACCOUNTS.format(etc=tmp_path / "etc")
+    with make_driver(between=between, workdir="/") as driver:
+        script = "echo $(id -u):$(id -g):$(id -G):$USER:$HOME"
+        alice = driver.run(script=script, user="alice")
+
+        if os.getuid() == 0:
+            assert alice.stdout == b"1234:55:55 77:alice:/home/alice\n"
+            assert driver.run(script=script, user="1234:five").stdout == b"1234:79:79 77:alice:/home/alice\n"
+            assert driver.run(script=script, user="nohome").stdout == b"1236:1:1:nohome:/\n"
+        else:
+            assert alice.exit["kind"] == "no_user"
+        for name in ("mallory", "big", "x"):
+            assert driver.run(argv=["true"], user=name).exit["message"] == f"{name}: no such user"
+        assert driver.run(script="echo $USER", user=os.getuid()).stdout.strip() in (b"0", b"%d" % os.getuid())
+
+
+OTHER_WAYS = {
+    "fork": "import agentsandbox.protocol.runner.spawn as spawn; spawn._fork_exec = None",
+    "shape": "import agentsandbox.protocol.runner.spawn as spawn; spawn.sys = type('', (), {'version_info': (3, 99)})",
+    "memfd": "import os; vars(os).pop('memfd_create', None)",
+    "prctl": "import agentsandbox.protocol.runner.kernel as kernel; kernel._libc = None",
+}
+
+
+@pytest.mark.parametrize("way", OTHER_WAYS)
+def test_poorer_interpreters_do_the_same(make_driver: Any, way: str) -> None:
+    """Without fast starts, anonymous files or system calls by hand, commands and their limits work all the same."""
+    with make_driver(between=OTHER_WAYS[way]) as driver:
+        result = driver.run(b"in", script="cat; echo err >&2; exit 3")
+        assert (result.exit["code"], result.stdout, result.stderr) == (3, b"in", b"err\n")
+        assert driver.run(b"in", script="cat #" + "x" * 200_000).stdout == b"in"
+        assert driver.run(argv=["missing"]).exit["kind"] == "not_found"
+        assert driver.run(argv=["/"]).exit["kind"] == "not_executable"
+        assert driver.run(argv=["true"], cwd="/missing").exit["kind"] == "no_cwd"
+        assert driver.run(argv=["true", "x" * 131072]).exit["kind"] == "too_large"
+        limited = driver.run(script="sleep 60 & trap '' TERM; setsid sleep 60 & wait; sleep 60", timeout=0.2, grace=0.1)
+        assert (limited.exit["limit"], limited.exit["code"], limited.exit["survivors"]) == ("total", 137, [])
+        assert driver.run(script="sleep 60 & echo x").exit["leftovers"][0][1] == "sleep 60"
+        assert driver.run(script="(yes; echo $? >&2) | head -n 1").stderr == b"141\n"
+        if os.getuid() == 0:
+            assert driver.run(argv=["id", "-G"], user=65534).stdout == b"65534\n"
+        everything(driver)

@@ -172,7 +172,7 @@ def test_a_forgotten_lease_is_given_back() -> None:
     """A lease that is dropped without release goes back to the pool, with a warning."""
     with BlockingPool(FakeBackend(), images=["host"], spares=0) as pool:
         lease = pool.acquire("host")
-        with pytest.warns(ResourceWarning, match="never released"):  # noqa: PT031
+        with pytest.warns(ResourceWarning, match="never released"):
             del lease
             gc.collect()
         pool.acquire("host", timeout=10).release()

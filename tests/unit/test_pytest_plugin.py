@@ -52,6 +52,23 @@ def test_pool_grants_and_rolls_out(pytester: pytest.Pytester) -> None:
     pytester.runpytest_inprocess("--sandbox-size=3").assert_outcomes(passed=2)  # anyio's default: asyncio and trio
 
 
+def test_image_can_be_overridden(pytester: pytest.Pytester) -> None:
+    """A module that overrides ``sandbox_image`` gets its sandboxes from another image; the option stays as it is."""
+    pytester.makepyfile("""
+        import pytest
+
+        @pytest.fixture
+        def sandbox_image(request):
+            assert request.config.getoption("--sandbox-image") == "no-such-image"
+            return "host"
+
+        async def test_runs(sandbox):
+            assert sandbox.image == "host"
+            assert (await sandbox.exec(["true"])).ok
+    """)
+    pytester.runpytest_inprocess("--sandbox-image=no-such-image", "-k", "asyncio").assert_outcomes(passed=1)
+
+
 def test_scope_option_shares_one_pool(pytester: pytest.Pytester) -> None:
     """``--sandbox-scope=module`` keeps one pool for a module; each test still has its own sandbox."""
     pytester.makepyfile("""

@@ -4,12 +4,13 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import AbstractAsyncContextManager
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import attrs
 
+from agentsandbox.errors import UsageError
 from agentsandbox.models.events import EventSink, discard
 
 if TYPE_CHECKING:
@@ -100,6 +101,24 @@ class Backend(ABC):
             ConfigurationError: Naming the value and the fix: an unknown image, a kernel too old, a missing permission.
 
         """
+
+    @classmethod
+    async def remove_leftovers(cls, receipt: Mapping[str, Any]) -> list[str]:
+        """
+        Remove what a run left behind when its driver was killed; only what is provably that run's.
+
+        Args:
+            receipt: ``run_id``, ``driver`` (its ``pid`` and ``started``), ``created`` (the data of every
+                ``host.created`` event), and ``ended``: whether the run came to its end by itself.
+
+        Returns:
+            One line for each thing that was removed.
+
+        Raises:
+            UsageError: If the run is still going on.
+
+        """
+        raise UsageError(f"backend {cls.name!r} leaves nothing behind that could be removed: {receipt['run_id']}")
 
     async def examine(self) -> list[Check]:
         """Look at everything that it needs, for ``agentsandbox doctor``; nothing that it makes stays behind."""

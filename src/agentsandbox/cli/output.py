@@ -54,7 +54,7 @@ class OutputDirectory:
         except OSError as error:
             raise ConfigurationError(f"cannot make the output directory {path}: {error}") from error
         self.path = path
-        self._receipt: dict[str, Any] = {"version": RECEIPT_VERSION, **receipt, "created": []}
+        self._receipt: dict[str, Any] = {"version": RECEIPT_VERSION, **receipt, "created": [], "ended": False}
         self._write_receipt()
 
     def __call__(self, event: Event) -> None:
@@ -71,6 +71,11 @@ class OutputDirectory:
     def log_path(self, episode: str) -> Path:
         """Return where the log of *episode* goes."""
         return self.path / f"rollout-{re.sub(r'[^A-Za-z0-9._-]', '_', episode)[:150]}.log"
+
+    def end(self) -> None:
+        """Note in the receipt that the run has ended by itself."""
+        self._receipt["ended"] = True
+        self._write_receipt()
 
     def write_results(self, results: Mapping[str, Any]) -> None:
         """Write ``results.json``: whole or not at all."""

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import attrs
 
+from agentsandbox.backends.local.leftovers import started
 from agentsandbox.backends.opening import open_backend
 from agentsandbox.cli.output import OutputDirectory
 from agentsandbox.cli.progress import BatchProgress
@@ -97,16 +98,24 @@ async def run(options: RunOptions, console: Console) -> bool:
     for episode in batch:
         images[episode.image] = min(parallelism, images[episode.image] + 1)
     run_id = uuid.uuid4().hex[:12]
-    receipt = {"run_id": run_id, "backend": options.backend, "image": options.image, "driver": {"pid": os.getpid()}}
-    backend = open_backend(options.backend)
+    receipt = {
+        "run_id": run_id,
+        "backend": options.backend,
+        "image": options.image,
+        "driver": {"pid": os.getpid(), "started": started(os.getpid())},
+    }
+    backend = open_backend(options.backend, run_id=run_id)
     await backend.validate([SandboxSpec(image=image) for image in images])
     output = OutputDirectory(options.output, receipt)
     console.print(f"run {run_id}: {len(batch)} episodes, {parallelism} at once", highlight=False)
     with BatchProgress(len(batch), console) as progress:
-        async with SandboxPool(
-            backend, images=images, parallelism=parallelism, rollout=rollout, sink=(output, progress)
-        ) as pool:
-            result = await pool.rollout(batch, output=options.output / "artifacts")
+        try:
+            async with SandboxPool(
+                backend, images=images, parallelism=parallelism, rollout=rollout, sink=(output, progress)
+            ) as pool:
+                result = await pool.rollout(batch, output=options.output / "artifacts")
+        finally:
+            output.end()
     report = results_of(
         result,
         backend=options.backend,

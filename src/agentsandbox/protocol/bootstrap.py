@@ -18,15 +18,33 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-__all__ = ["STDIO_ENTRY", "program", "runner_modules", "source", "stub"]
+__all__ = [
+    "ATTACHED_ENTRY",
+    "RELAY",
+    "STDIO_ENTRY",
+    "WAITING",
+    "WAITING_GREETING",
+    "handover",
+    "program",
+    "runner_modules",
+    "source",
+    "stub",
+]
 
 STDIO_ENTRY = "agentsandbox.protocol.runner.loop:main"
 """Serves over standard input and output."""
+
+ATTACHED_ENTRY = "agentsandbox.protocol.runner.attached:main"
+"""Serves streams that are handed over; what :data:`WAITING` is to become."""
+
+WAITING_GREETING = b"stub\n"
+"""What a stream that was handed over is told first while the program has not arrived yet."""
 
 _RUNNER = "agentsandbox.protocol.runner"
 
 _MODULES = (
     "archives",
+    "attached",
     "attaching",
     "commands",
     "family",
@@ -46,6 +64,69 @@ _MODULES = (
     "users",
 )
 """Modules of the runner package that run in every sandbox; the others are for the machine of the driver."""
+
+WAITING = """\
+import sys,os,array,hashlib,signal,socket
+try:
+ import base64,ctypes,errno,fcntl,heapq,hmac,importlib.machinery,json,resource,select,shutil,stat,struct,tarfile,typing,zlib
+except ImportError:pass
+signal.signal(15,lambda*a:os._exit(0))
+def late(*a):raise TimeoutError
+signal.signal(14,late)
+s=socket.socket(socket.AF_UNIX)
+s.bind("\\0"+sys.argv[1])
+s.listen(64)
+def take(n):
+ b=b""
+ while len(b)<n:
+  c=os.read(0,n-len(b))
+  if not c:raise EOFError
+  b+=c
+ return b
+while 1:
+ c=s.accept()[0]
+ try:
+  signal.alarm(30)
+  f=array.array("i")
+  f.frombytes(c.recvmsg(1,64)[1][0][2])
+  for i in 0,1:os.dup2(f[i],i);os.close(f[i])
+  os.write(1,b"stub\\n")
+  h=take(40)
+  if hashlib.sha256(h[:32]).hexdigest()==sys.argv[2]:
+   p=take(int(h[32:],16))
+   break
+ except Exception:pass
+ finally:signal.alarm(0)
+ c.close()
+ n=os.open(os.devnull,2)
+ for i in 0,1:os.dup2(n,i)
+ os.close(n)
+sys.argv[1:]=[str(s.detach()),str(c.detach())]
+exec(compile(p,"<runner>","exec"),{"__name__":"__main__"})
+"""
+"""
+First process of a container: waits for its program on the first stream that shows the nonce, and becomes it.
+
+Arguments: the name of an abstract socket, which only this container's network namespace can see, and the SHA-256 of the
+nonce, because everybody may read command lines.
+"""
+
+RELAY = """\
+import os,struct,sys,time,_socket as k
+for i in range(2000):
+ s=k.socket(1,1)
+ try:s.connect("\\0"+sys.argv[1]);break
+ except OSError:s.close();time.sleep(.005)
+else:sys.exit("nobody listens")
+s.sendmsg([b"+"],[(k.SOL_SOCKET,k.SCM_RIGHTS,struct.pack("2i",0,1))])
+n=os.open(os.devnull,2)
+for i in 0,1:os.dup2(n,i)
+s.recv(1)
+"""
+"""
+Hands its standard input and output over to :data:`WAITING`, or to the runner that it became, and stays until they are
+closed. It keeps neither, so that nobody can reach them through it. Argument: the name of the abstract socket.
+"""
 
 _TEMPLATE = """\
 import base64, json, sys, zlib
@@ -134,6 +215,13 @@ def stub(size: int) -> str:
         " b.append(c);n-=len(c)\n"
         "exec(compile(b''.join(b),'<runner>','exec'),{'__name__':'__main__'})"
     )
+
+
+def handover(nonce: str, text: bytes) -> bytes:
+    """Return what :data:`WAITING` expects on its first stream: the nonce, 32 digits of it, and a program."""
+    if len(nonce) != 32:
+        raise ValueError("a nonce has 32 hexadecimal digits")
+    return b"%s%08x%s" % (nonce.encode("ascii"), len(text), text)
 
 
 @functools.cache

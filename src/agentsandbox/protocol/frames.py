@@ -34,7 +34,7 @@ START = 16  # {"argv" | "script" | "builtin", "cwd", "env", "user", "stdin", "me
 STDIN = 17  # bytes
 STDIN_END = 18  # end of standard input
 KILL = 19  # {"grace"}: end the whole process tree of the command
-SHUTDOWN = 20  # end the runner and everything it started
+SHUTDOWN = 20  # nothing, or {"code"}: end the runner and everything it started, exit code 0 or that
 
 # Runner → driver.
 STARTED = 32  # {"pid"}
@@ -67,7 +67,7 @@ TO_RUNNER = {
     STDIN: MAX_DATA,
     STDIN_END: 0,
     KILL: MAX_REPORT,
-    SHUTDOWN: 0,
+    SHUTDOWN: 64,
     CREDIT: AMOUNT.size,
 }
 """What a runner accepts: frame types and their largest payload. A security limit, like :data:`TO_DRIVER`."""

@@ -12,7 +12,6 @@ from agentsandbox.protocol.frames import (
     AMOUNT,
     CREDIT,
     EXIT,
-    FAILED,
     MAX_DATA,
     STARTED,
     STDERR,
@@ -27,6 +26,7 @@ from agentsandbox.session.replies import Exit, Refusal
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
     from agentsandbox.session.link import Link
 
 __all__ = ["STDIN_CREDIT", "STREAM_NAMES", "WINDOW", "Call", "Chunks"]
@@ -194,7 +194,7 @@ class Call:
             self.notify()
         elif kind == STARTED:
             if self.pid is not None:
-                raise FrameError("command %d started twice" % self.number)
+                raise FrameError(f"command {self.number} started twice")
             self.pid = Exit.started(frame.payload)
             self.began = self._link.last_received
             self._run_on_started()
@@ -202,18 +202,16 @@ class Call:
         elif kind == EXIT:
             end = Exit.parse(frame.payload)
             if self.pid is None:
-                raise FrameError("command %d ended before it started" % self.number)
+                raise FrameError(f"command {self.number} ended before it started")
             if end.sizes != (self.sizes[STDOUT], self.sizes[STDERR]):
-                raise FrameError("output of command %d is incomplete" % self.number)
+                raise FrameError(f"output of command {self.number} is incomplete")
             self.exit = end
             self.finish()
-        elif kind == FAILED:
+        else:  # FAILED: the link accepts no other type
             if self.pid is not None:
-                raise FrameError("command %d failed to start after it had started" % self.number)
+                raise FrameError(f"command {self.number} failed to start after it had started")
             self.refusal = Refusal.parse(frame.payload)
             self.finish()
-        else:
-            raise FrameError("frame of type %d for command %d" % (kind, self.number))
 
     def finish(self, *, lost: bool = False) -> None:
         """Nothing more will come."""
@@ -249,7 +247,7 @@ class Call:
     def _output(self, kind: int, data: bytes) -> None:
         size = len(data)
         if size > self._allowed:
-            raise FrameError("command %d sent more output than it had credit for" % self.number)
+            raise FrameError(f"command {self.number} sent more output than it had credit for")
         if not size:
             return
         self._allowed -= size

@@ -253,7 +253,7 @@ class Calls:
                     names = ", ".join(f"{process.pid} {process.command}" for process in call.exit.survivors[:5])
                     self.link.lose(SandboxLost("unkillable", names))
         elif frame.type != CREDIT or not 0 < frame.command <= self.count:  # credit may come late
-            raise FrameError("frame of type %d for command %d, which does not run" % (frame.type, frame.command))
+            raise FrameError(f"frame of type {frame.type} for command {frame.command}, which does not run")
 
     def on_lost(self) -> None:
         """End every command: nothing more will come."""

@@ -20,6 +20,7 @@ from agentsandbox.session.replies import os_error
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
     from agentsandbox.session.calls import Calls
 
 __all__ = ["builtin", "in_thread", "read_file", "write_file"]

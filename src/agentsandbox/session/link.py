@@ -12,7 +12,6 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import anyio
-from tenacity import AsyncRetrying, retry_if_exception, stop_after_attempt, wait_random_exponential
 
 from agentsandbox.errors import InfrastructureError, ProtocolError, SandboxLost, StreamBroken
 from agentsandbox.protocol.connection import Connection
@@ -30,19 +29,16 @@ from agentsandbox.protocol.frames import (
     dump,
     load,
 )
+from agentsandbox.session.retrying import REATTACH_ATTEMPTS, STREAM_ERRORS, attempts, pause
 
 if TYPE_CHECKING:
-    from anyio.abc import TaskStatus
     from collections.abc import Awaitable, Callable, Mapping
+
+    from anyio.abc import TaskStatus
+
     from agentsandbox.transport import ByteStream
 
 __all__ = ["Link"]
-
-REATTACH_ATTEMPTS = 6
-"""How often a lost stream is opened again before the sandbox counts as lost."""
-
-REATTACH_WAIT = 5.0
-"""The longest pause between two of them, in seconds; they begin at a tenth of a second and double."""
 
 LASTING = 10.0
 """Seconds after which a stream was worth having, even if nothing had to be said on it."""
@@ -55,15 +51,6 @@ CLOSE = 5.0
 
 MAX_PONGS = 1000
 """Answers to pings that may wait while the other side does not read."""
-
-STREAM_ERRORS = (anyio.EndOfStream, anyio.BrokenResourceError, anyio.ClosedResourceError, OSError)
-
-
-def _passing(error: BaseException) -> bool:
-    """Whether to open the stream once more: yes, unless somebody has seen that the sandbox is gone."""
-    if isinstance(error, InfrastructureError):
-        return error.retryable and not isinstance(error, (SandboxLost, ProtocolError))
-    return isinstance(error, STREAM_ERRORS)
 
 
 class Link:
@@ -217,11 +204,11 @@ class Link:
         if not attached:
             raise self.loss()
 
-    async def shutdown(self) -> None:
-        """Ask the runner to end, and give it a second to do so."""
+    async def shutdown(self, code: int = 0) -> None:
+        """Ask the runner to end, with an exit code, and give it a second to do so."""
         self._reopen = None
         if self.attached:
-            self.send(SHUTDOWN, 0)
+            self.send(SHUTDOWN, 0, dump({"code": code}) if code else b"")
             with anyio.move_on_after(DRAIN, shield=True):
                 await self._ended.wait()
 
@@ -259,7 +246,7 @@ class Link:
         if frames[0].type == REFUSED:
             raise SandboxLost("refused", str(welcome.get("reason")))
         if frames[0].type != WELCOME or welcome.get("version") != VERSION:
-            raise FrameError("no welcome of version %d from the runner" % VERSION)
+            raise FrameError(f"no welcome of version {VERSION} from the runner")
         facts = welcome.get("facts")
         if not isinstance(facts, dict):
             raise FrameError("the runner gives no facts")
@@ -286,16 +273,9 @@ class Link:
         if self._reopen is None or self._fruitless >= REATTACH_ATTEMPTS:
             self.lose(StreamBroken("stream_ended", self._broken))
             return False
-        if self._fruitless:
-            await anyio.sleep(min(0.1 * 2**self._fruitless, REATTACH_WAIT))
+        await pause(self._fruitless)
         try:
-            async for attempt in AsyncRetrying(
-                stop=stop_after_attempt(REATTACH_ATTEMPTS),
-                wait=wait_random_exponential(multiplier=0.1, max=REATTACH_WAIT),
-                retry=retry_if_exception(_passing),
-                sleep=anyio.sleep,
-                reraise=True,
-            ):
+            async for attempt in attempts():
                 with attempt:
                     await self._open(self._reopen)
         except FrameError as error:

@@ -11,6 +11,7 @@ from agentsandbox.protocol.frames import STDERR, STDOUT
 
 if TYPE_CHECKING:
     from types import TracebackType
+
     from agentsandbox.models.command import Command, ExecResult
     from agentsandbox.session.call import Call
     from agentsandbox.session.calls import Calls

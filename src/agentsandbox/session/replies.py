@@ -59,9 +59,9 @@ def _processes(value: dict[str, Any], key: str) -> tuple[ProcessInfo, ...]:
     try:
         found = tuple(ProcessInfo(pid=pid, command=command) for pid, command in entries)
     except (TypeError, ValueError) as error:
-        raise FrameError("{} is no list of processes".format(key)) from error
+        raise FrameError(f"{key} is no list of processes") from error
     if not all(type(process.pid) is int and isinstance(process.command, str) for process in found):
-        raise FrameError("{} is no list of processes".format(key))
+        raise FrameError(f"{key} is no list of processes")
     return found
 
 

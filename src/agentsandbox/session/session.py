@@ -17,11 +17,12 @@ from agentsandbox.session.link import Link
 from agentsandbox.session.process import Process
 
 if TYPE_CHECKING:
-    from agentsandbox.models.command import Command, ExecResult
-    from pathlib import Path
     from collections.abc import Awaitable, Callable, Mapping
+    from pathlib import Path
+
     from anyio.abc import TaskStatus
 
+    from agentsandbox.models.command import Command, ExecResult
     from agentsandbox.transport import ByteStream
 
 __all__ = ["OnOutput", "Session", "Stdin"]
@@ -80,6 +81,16 @@ class Session:
     def lost(self) -> SandboxLost | None:
         """Why it is of no use any more; ``None`` while it is."""
         return self._link.lost
+
+    def lose(self, error: SandboxLost) -> None:
+        """
+        Give the sandbox up because somebody has seen that it is gone: whoever waits for it is told so at once.
+
+        Args:
+            error: What was seen; it becomes :attr:`lost`.
+
+        """
+        self._link.lose(error)
 
     async def run(self, *, task_status: TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
         """
@@ -257,14 +268,15 @@ class Session:
         except TimeoutError as error:
             raise StreamBroken("silent", f"no answer to a ping within {timeout:g} s") from error
 
-    async def aclose(self, *, shutdown: bool = False) -> None:
+    async def aclose(self, *, shutdown: bool = False, code: int = 0) -> None:
         """
         Close the session. Commands that still run get :exc:`StreamBroken`. Idempotent.
 
         Args:
             shutdown: Also ask the runner to end, with everything it started, if it can still be reached.
+            code: The exit code that it is asked for.
 
         """
         if shutdown:
-            await self._link.shutdown()
+            await self._link.shutdown(code)
         await self._link.aclose()

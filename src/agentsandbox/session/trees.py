@@ -24,6 +24,7 @@ from agentsandbox.transport.pipe import SocketStream
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable
+
     from agentsandbox.session.calls import Calls
 
 __all__ = ["download_dir", "upload_dir"]
@@ -78,10 +79,8 @@ async def download_dir(calls: Calls, source: str, target: Path, *, user: str | i
         async def take(_: str, data: bytes) -> None:
             try:
                 await stream.send([data])
-            except anyio.BrokenResourceError:
-                if failure:
-                    raise failure[0] from None
-                raise
+            except anyio.BrokenResourceError as error:
+                raise (failure[0] if failure else error) from None
 
         await builtin(calls, "pack", source, {}, user=user, timeout=TIMEOUT, on_output=take)
 

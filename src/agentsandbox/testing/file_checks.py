@@ -81,8 +81,9 @@ async def check_file_permissions(source: Source, image: str) -> None:
             await lease.read_file("f")
         with raises(PermissionError, "g"):
             await lease.write_file("g", b"x")
-        with raises(PermissionError, "/etc/conformance"):
-            await lease.write_file("/etc/conformance", b"x")
+        if not (await lease.exec("test -w /etc")).ok:
+            with raises(PermissionError, "/etc/conformance"):
+                await lease.write_file("/etc/conformance", b"x")
         assert (await lease.exec("cat g")).stdout == b"fixed\n"
 
 

@@ -25,16 +25,16 @@ async def check_p23_timeout_keeps_the_output(source: Source, image: str) -> None
     """A timeout is a ``TimeoutError`` with the partial output, the elapsed time and the limit that fired."""
     async with await source.acquire(image) as lease:
         with anyio.fail_after(HANG_GUARD), raises(CommandTimeout) as total:
-            await lease.exec("echo before; echo err >&2; sleep 60", timeout=1)
+            await lease.exec("echo before; echo err >&2; sleep 335", timeout=1)
         with anyio.fail_after(HANG_GUARD), raises(CommandTimeout) as silent:
-            await lease.exec("echo before; sleep 60", timeout=30, no_output_timeout=1)
+            await lease.exec("echo before; sleep 335", timeout=30, no_output_timeout=1)
 
         assert (total.value.limit, total.value.seconds) == ("total", 1)
         assert (total.value.stdout, total.value.stderr) == (b"before\n", b"err\n")
         assert isinstance(total.value, TimeoutError)
         assert total.value.elapsed >= 1
         assert (silent.value.limit, silent.value.seconds, silent.value.stdout) == ("no_output", 1, b"before\n")
-        assert await processes(lease, "sleep 60") == []
+        assert await processes(lease, "sleep 335") == []
 
 
 async def check_output_puts_off_the_silence_limit(source: Source, image: str) -> None:

@@ -7,7 +7,7 @@ A session needs three methods of it, and nothing else: see :class:`ByteStream`.
 
 from __future__ import annotations
 
-from typing import Protocol, TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -7,10 +7,10 @@ import os
 import socket
 from abc import ABC, abstractmethod
 from contextlib import suppress
+from typing import TYPE_CHECKING
 
 import anyio
 import anyio.lowlevel
-from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
@@ -99,9 +99,7 @@ class _DescriptorStream(ABC):
     async def _wait(self, wait: Callable[[int], Awaitable[None]], descriptor: int) -> None:
         if self._closed:
             raise anyio.ClosedResourceError
-        await wait(descriptor)
-        if self._closed:  # by another task, meanwhile
-            raise anyio.ClosedResourceError
+        await wait(descriptor)  # raises the same when another task closes it meanwhile
 
     @abstractmethod
     def _read(self, size: int) -> bytes: ...

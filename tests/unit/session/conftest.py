@@ -96,6 +96,8 @@ class PeerCommand:
             await self.peer.flushed()
 
     def exit(self, code: int = 0, **fields: Any) -> None:
+        if self.exited:
+            return  # killed meanwhile
         self.exited = True
         value = {
             "code": code,

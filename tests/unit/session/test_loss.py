@@ -12,8 +12,9 @@ from agentsandbox.errors import CommandTimeout, ProtocolError, SandboxLost, Stre
 from agentsandbox.models.command import Command
 from agentsandbox.protocol import frames
 from agentsandbox.protocol.connection import Connection
-from agentsandbox.protocol.frames import AMOUNT, dump
+from agentsandbox.protocol.frames import AMOUNT, dump, encode
 from agentsandbox.session import Session
+from agentsandbox.session.link import Link
 from agentsandbox.transport.memory import memory_pair
 
 pytestmark = pytest.mark.anyio
@@ -497,6 +498,61 @@ async def test_ping(connected: Any) -> None:
             group.start_soon(lose)
             with pytest.raises(StreamBroken, match="stream_ended"):
                 await session.ping()
+
+
+async def test_whatever_a_frame_provokes_ends_the_session_only() -> None:
+    """
+    An error that nobody thought of is a breach of the protocol by that runner, with the error kept as its cause.
+    """
+    ours, theirs = memory_pair()
+
+    def deliver(frame: frames.Frame) -> None:
+        raise LookupError("unthought of")
+
+    link = Link(
+        ours,
+        nonce="n",
+        reopen=None,
+        heartbeat=15,
+        heartbeat_timeout=30,
+        deliver=deliver,
+        on_lost=lambda: None,
+    )
+    assert "<Link [new, stream 0, 0 bytes unacknowledged]>" == repr(link)
+    runner = Connection(frames.TO_RUNNER)
+    runner.send(frames.WELCOME, 0, dump({"version": 1, "received": 0, "facts": {}}))
+    runner.attach(0)
+    async with anyio.create_task_group() as group:
+        await theirs.send(runner.data_to_send())
+        await group.start(link.run)
+        assert "<Link [attached, stream 1, 0 bytes unacknowledged]>" == repr(link)
+        await theirs.send([encode(frames.STDOUT, 1, b"x") + b"x"])
+    assert link.lost is not None
+    assert "<Link [protocol, stream 1, 0 bytes unacknowledged]>" == repr(link)
+    assert isinstance(link.loss(), ProtocolError)
+    assert "LookupError: unthought of" == str(link.violation)
+
+
+async def test_given_up_by_whoever_knows(connected: Any) -> None:
+    """
+    Who has seen that the sandbox is gone can say so: whoever waits is told at once, with the partial output.
+    """
+    async with connected(hang) as (session, _), anyio.create_task_group() as group:
+        errors = []
+
+        async def one() -> None:
+            with pytest.raises(SandboxLost, match="evicted: disk") as caught:
+                await session.exec(TRUE)
+            errors.append((type(caught.value), caught.value.stdout))
+
+        group.start_soon(one)
+        await anyio.sleep(1)
+        assert "<Calls [1 running of 1]>" == repr(session._calls)
+        session.lose(SandboxLost("evicted", "disk"))
+        await anyio.wait_all_tasks_blocked()
+        assert [(SandboxLost, b"before\n")] == errors
+        session.lose(SandboxLost("deleted"))
+        assert "evicted" == session.lost.reason
 
 
 async def test_closing(connected: Any) -> None:

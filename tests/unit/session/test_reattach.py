@@ -11,7 +11,7 @@ import pytest
 from agentsandbox.errors import ApiUnavailable, ProtocolError, SandboxLost, StreamBroken
 from agentsandbox.models.command import Command
 from agentsandbox.protocol import frames
-from agentsandbox.session.link import REATTACH_ATTEMPTS
+from agentsandbox.session.retrying import REATTACH_ATTEMPTS
 
 pytestmark = pytest.mark.anyio
 STDIN = bytes(range(256)) * 8 * 1024  # two megabytes, so that credit is needed

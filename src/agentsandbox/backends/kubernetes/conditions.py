@@ -75,8 +75,10 @@ class PodState:
     """Where it runs."""
     image: str = ""
     """The image that its spec asks for; after a change in place, the next container's."""
+    running_image: str = ""
+    """What the present container was made from, as the runtime spells it."""
     image_id: str | None = None
-    """What the image turned out to be on that node."""
+    """What that image turned out to be on that node."""
     stages: Stages = attrs.field(factory=Stages)
     """When it got where."""
 
@@ -131,6 +133,7 @@ def state_of(pod: Mapping[str, Any]) -> PodState:
         ),
         node=(pod.get("spec") or {}).get("nodeName"),
         image=str(spec.get("image", "")),
+        running_image=str(container.get("image") or ""),
         image_id=container.get("imageID") or None,
         stages=Stages(
             created=_time(meta.get("creationTimestamp")),

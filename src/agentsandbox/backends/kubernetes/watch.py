@@ -147,6 +147,12 @@ class Reflector:
         """
         self._publish(self._view.put(object_))
 
+    def forget(self, uid: str) -> None:
+        """Take in that a call found an object gone; the watch will tell nothing new about it."""
+        known = self._view.objects.get(uid)
+        if known is not None:
+            self._publish(self._view.drop(known))
+
     def subscribe(self, callback: Callback, *, uid: str | None = None) -> Callable[[], None]:
         """
         Call something at every change, in the watching task: it must be quick and must not raise.

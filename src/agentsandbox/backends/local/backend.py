@@ -9,10 +9,10 @@ import secrets
 import socket
 import tempfile
 import warnings
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Iterable, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NoReturn
 
 import anyio
 import anyio.abc
@@ -21,6 +21,7 @@ import anyio.to_thread
 from agentsandbox.backends.base import Backend, BackendSandbox, Check
 from agentsandbox.backends.local import layout, preflight
 from agentsandbox.backends.local.images import HOST, Image, prepare, resolve
+from agentsandbox.backends.local.leftovers import PREFIX, remove, started
 from agentsandbox.backends.local.parent import SPAWN_LIMIT, Child, Parent
 from agentsandbox.errors import ConfigurationError, InfrastructureError, ProvisionError, SandboxLost, UsageError
 from agentsandbox.models.events import Event
@@ -90,6 +91,7 @@ class LocalBackend(Backend):
         memory_limit: How much address space each of its processes may have, in bytes; ``None`` sets no limit.
         network: Must be ``False``: a sandbox reaches itself, and nothing else.
         cache_dir: Where unpacked images are kept; by default ``agentsandbox`` below the user's cache directory.
+        run_id: What tells this run from any other; by default random.
 
     Raises:
         ConfigurationError: If an option is out of range.
@@ -109,6 +111,7 @@ class LocalBackend(Backend):
         memory_limit: int | None = None,
         network: bool = False,
         cache_dir: str | os.PathLike[str] | None = None,
+        run_id: str | None = None,
     ) -> None:
         if isolation not in ("namespaces", "none"):
             raise ConfigurationError(f'isolation is "namespaces" or "none", not {isolation!r}')
@@ -143,7 +146,7 @@ class LocalBackend(Backend):
         self._starting: dict[str, anyio.Lock] = {}
         self._sandboxes: set[LocalSandbox] = set()
         self._checking = anyio.Lock()
-        self._run_id = secrets.token_hex(8)
+        self._run_id = run_id or secrets.token_hex(8)
 
     def __repr__(self) -> str:
         state = "running" if self._group is not None else "stopped"
@@ -154,6 +157,11 @@ class LocalBackend(Backend):
     def default_spares(self, size: int) -> int:
         """Keep one ready for each that is leased: it costs little, and the next batch does not wait."""
         return size
+
+    @classmethod
+    async def remove_leftovers(cls, receipt: Mapping[str, Any]) -> list[str]:
+        """End what is left of a run whose driver was killed; see :func:`.leftovers.remove`."""
+        return await remove(receipt)
 
     async def examine(self) -> list[Check]:
         """Look at what isolation needs, and make a sandbox to be sure."""
@@ -282,13 +290,15 @@ class LocalBackend(Backend):
         sandbox.identity = Identity(uid=f"{self._run_id}/{sandbox.parent.pid}", instance=instance)
         sandbox.capabilities = self._capabilities(sandbox)
 
-    async def _explain(self, sandbox: LocalSandbox, error: SandboxLost) -> None:
-        child = sandbox.child
+    async def _explain(self, sandbox: LocalSandbox, error: SandboxLost) -> NoReturn:
+        child, words = sandbox.child, sandbox.parent.last_words
+        if error.reason == "refused" or child.mistake:
+            raise ConfigurationError(f"sandbox {sandbox.name}: {child.failure or error.detail}") from error
         if child.failure is None:
             await child.ended.wait()
         what = child.failure or child.end or str(error)
-        words = sandbox.parent.last_words
-        raise ProvisionError(f"sandbox {sandbox.name} could not be made: {what}" + (f" ({words})" if words else ""))
+        message = f"sandbox {sandbox.name} could not be made: {what}" + (f" ({words})" if words else "")
+        raise ProvisionError(message) from error
 
     async def _parent(self, name: str) -> Parent:
         """Return the parent of the sandboxes of an image, started if need be."""
@@ -305,8 +315,12 @@ class LocalBackend(Backend):
             if self.isolation != "none":
                 owner = preflight.owner()
                 shown = layout.of_host(owner=owner) if source.kind == HOST else layout.of_root(image.root, owner=owner)
-            parent = Parent(name, shown, limits=self._limits, directory=tempfile.gettempdir())
+            parent = Parent(
+                name, shown, limits=self._limits, directory=tempfile.gettempdir(), prefix=f"{PREFIX}{self._run_id}-"
+            )
             await self._group.start(parent.run)
+            data = {"pid": parent.pid, "started": started(parent.pid), "directory": tempfile.gettempdir()}
+            self.sink(Event(name="host.created", at=anyio.current_time(), data=data))
             self._images[name] = image
             self._parents[name] = parent
             return parent

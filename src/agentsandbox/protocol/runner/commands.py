@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import select
 from typing import TYPE_CHECKING, Any, Dict, List, Optional, Set
 
 from agentsandbox.protocol import frames
@@ -158,31 +159,26 @@ class Command:
         self._usage = usage
         for timer in self._timers:
             timer.cancel()
+        events = self._close_ended()
         for output in self.outputs:
-            output.owed = readable_bytes(output.fd) if output.fd >= 0 else 0
-            if not output.owed and output.polled:
-                self._readable_at_end(output)
+            if output.fd >= 0 and output.fd in events:
+                output.owed = readable_bytes(output.fd)
         if self._kill is not None:
             self._kill.look()
         else:
             self._settle()
 
-    def _readable_at_end(self, output: Output) -> None:
-        """An empty pipe is either at its end or held by a background child."""
-        try:
-            data = os.read(output.fd, 1)
-        except BlockingIOError:
-            return
-        except OSError:
-            data = b""
-        if not data:
-            self._close(output)
-            return
-        self.credit -= 1
-        output.total += 1
-        self.runner.send(output.kind, self.number, data)
-        if not self.credit:
-            self._pause()
+    def _close_ended(self) -> Dict[int, int]:
+        """Close the pipes that are at their end, also without credit to read them; return the events of all."""
+        poll = select.poll()
+        for output in self.outputs:
+            if output.fd >= 0:
+                poll.register(output.fd, select.POLLIN)
+        events = dict(poll.poll(0))
+        for output in self.outputs:
+            if output.fd >= 0 and events.get(output.fd, 0) and not events[output.fd] & select.POLLIN:
+                self._close(output)
+        return events
 
     def _settle(self) -> None:
         if self.ended is None or (self._kill is not None and not self._kill.done):
@@ -194,6 +190,11 @@ class Command:
             if self.limit == "killed" and not self.credit:
                 self._finish()  # who asked for its end does not wait for its words
             return
+        if self._drain is None and not self.credit:
+            self._close_ended()
+            if not self._open:
+                self._finish()
+                return
         now = self.runner.timers.now()
         if self._drain is None:
             self._drain_end = now + DRAIN_TOTAL

@@ -101,6 +101,9 @@ class Family:
 
     def kill(self) -> None:
         """Kill everybody, and wait for that."""
+        self.reap()
+        if self.adopts and self._childless:
+            return
         known = {command.pid: 0 for command in self._by_pid.values()}
         known.update(self._left)
         for command in self.commands.values():

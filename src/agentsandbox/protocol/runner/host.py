@@ -38,7 +38,7 @@ from .unconfined import descendants, kill, kill_strays, remove
 MAX_MESSAGE = 1024 * 1024
 """The largest message of the control socket, in bytes."""
 
-Serve = Callable[..., None]
+Serve = Callable[..., Any]
 
 
 class Child:
@@ -87,6 +87,7 @@ class Host:
     def run(self) -> None:
         """Answer the driver until it is gone."""
         os.umask(0o022)
+        jail.set_name(b"sandbox-parent")
         if self._plan is not None:
             self._namespace = os.open("/proc/self/ns/pid", os.O_RDONLY | os.O_CLOEXEC)
             layers.build(self._plan)
@@ -100,6 +101,10 @@ class Host:
         signal.signal(signal.SIGCHLD, lambda _number, _frame: None)
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, signal.SIG_IGN)  # a terminal's signals are for the driver, which closes the socket
+        if self._plan is None:
+            # Besides the end of the control socket, which a child of the driver may have inherited.
+            signal.signal(signal.SIGTERM, self._terminated)
+            jail.prctl(jail.PR_SET_PDEATHSIG, signal.SIGTERM)
         signal.set_wakeup_fd(self._woken.fileno(), warn_on_full_buffer=False)
         self._selector.register(self._control, selectors.EVENT_READ, self._receive)
         self._selector.register(self._wakes, selectors.EVENT_READ, self._reap)
@@ -110,6 +115,9 @@ class Host:
             for key, _ in self._selector.select():
                 key.data(key)
         self._end()
+
+    def _terminated(self, _number: int, _frame: Any) -> None:
+        self._running = False
 
     def _tell(self, **message: Any) -> None:
         self._control.setblocking(True)
@@ -147,7 +155,7 @@ class Host:
     def _spawn(self, message: Dict[str, Any], stream: int) -> None:
         name, directory = message["id"], None
         if self._plan is None:
-            directory = tempfile.mkdtemp(prefix="agentsandbox-", dir=self._config["directory"])
+            directory = tempfile.mkdtemp(prefix=self._config["prefix"], dir=self._config["directory"])
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         slot = None
         try:
@@ -202,11 +210,12 @@ class Host:
             signal.set_wakeup_fd(-1)
             for number in (signal.SIGCHLD, signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
                 signal.signal(number, signal.SIG_DFL)
-            for number in [int(entry) for entry in os.listdir("/proc/self/fd")]:
-                if number > 2 and number not in (stream, channel.fileno()):
+            for descriptor in [int(entry) for entry in os.listdir("/proc/self/fd")]:
+                if descriptor > 2 and descriptor not in (stream, channel.fileno()):
                     with contextlib.suppress(OSError):  # that of the listing itself
-                        os.close(number)
+                        os.close(descriptor)
             os.setsid()
+            jail.set_name(b"sandbox")
             try:
                 report: Dict[str, Any] = {"namespaces": {}}
                 if self._plan is not None:
@@ -214,11 +223,7 @@ class Host:
                 else:
                     jail.limits(self._config["limits"])
                 workdir = message["workdir"] or directory or "/"
-                account = users.resolve(message["user"])
-                prepare(account, workdir)
-                if self._plan is not None:
-                    with contextlib.suppress(OSError):  # the image says so, and nobody may miss it
-                        prepare(account, account.home)
+                self._prepare(message["user"], workdir)
             except jail.JailError as error:
                 report = {"stage": error.stage, "errno": error.errno}
             except OSError as error:
@@ -242,6 +247,22 @@ class Host:
         finally:
             sys.stderr.flush()
             os._exit(code)
+
+    def _prepare(self, user: Any, workdir: str) -> None:
+        """Make the working directory and the home, unless they are there."""
+        if os.path.isdir(workdir) and (self._plan is None or self._plan["skeleton"]):
+            return
+        account = users.resolve(user)
+        alone = not users.may_change()
+        for directory, wanted in ((workdir, True), (account.home, False)):
+            try:
+                if not os.path.isdir(directory):
+                    os.makedirs(directory, 0o755)
+                    if not alone:
+                        os.chown(directory, account.uid, account.gid)
+            except OSError:
+                if wanted:
+                    raise
 
     def _report(self, child: Child) -> None:
         """Hear from a sandbox in the making."""
@@ -331,17 +352,6 @@ class Host:
         kill_strays(set())
         for child in self._children.values():
             remove(child.directory)
-
-
-def prepare(account: users.Account, directory: str) -> None:
-    """Make a directory of a user, unless it is there, and refuse a user that commands could not become."""
-    alone = not users.may_change()
-    if alone and account.uid != os.getuid():
-        raise users.NoUser("%s: this sandbox has one user, %d" % (account.name, os.getuid()))
-    if not os.path.isdir(directory):
-        os.makedirs(directory, 0o755)
-        if not alone:
-            os.chown(directory, account.uid, account.gid)
 
 
 def main(config: Mapping[str, Any]) -> None:

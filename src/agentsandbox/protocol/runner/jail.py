@@ -39,6 +39,7 @@ MNT_DETACH = 2
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
 PR_SET_DUMPABLE = 4
+PR_SET_NAME = 15
 PR_CAPBSET_DROP = 24
 PR_SET_NO_NEW_PRIVS = 38
 
@@ -121,6 +122,11 @@ def setns(descriptor: int, kind: int, stage: str) -> None:
 def prctl(option: int, value: int) -> None:
     """Set an attribute of the calling process."""
     _check(libc.prctl(option, ctypes.c_ulong(value), 0, 0, 0), "prctl %d" % option)
+
+
+def set_name(name: bytes) -> None:
+    """Set what ``ps`` and ``top`` on the host show."""
+    _check(libc.prctl(PR_SET_NAME, ctypes.c_char_p(name), 0, 0, 0), "set the name of the process")
 
 
 def pivot_root(new: bytes, old: bytes) -> None:

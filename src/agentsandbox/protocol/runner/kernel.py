@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 import struct
 import sys
-from typing import Any, Dict, Optional
+from typing import Any, Dict, Optional, Sequence
 
 _libc: Any
 try:
@@ -18,6 +18,7 @@ except (ImportError, OSError):  # an interpreter built without it: everything he
 
 PR_SET_DUMPABLE = 4
 PR_SET_CHILD_SUBREAPER = 36
+CAPABILITY_VERSION = 0x20080522
 
 SIGNAL_INFO = struct.Struct("=IiiI")
 """The beginning of a signalfd_siginfo: number, error, code, sender."""
@@ -33,6 +34,35 @@ def become_subreaper() -> bool:
 def forbid_tracing() -> bool:
     """Let no process of the same user trace us or read our memory, where the nonce is."""
     return _prctl(PR_SET_DUMPABLE, 0)
+
+
+def live_as(uid: int, gid: int, groups: Sequence[int]) -> bool:
+    """
+    Be that user in all that a new program inherits, and keep every capability and the way back for ourselves.
+
+    A program that is executed from then on is that user and nothing more, without a step between fork and exec: so it
+    can be started by vfork, where a fork would copy the page tables of the interpreter. Signals that it could send us
+    reach the first process of a namespace only if that has a handler for them, and our memory is closed by
+    :func:`forbid_tracing`.
+    """
+    if _libc is None:
+        return False
+    header = (ctypes.c_uint32 * 2)(CAPABILITY_VERSION, 0)
+    words = (ctypes.c_uint32 * 6)()  # effective, permitted and inheritable, twice
+    try:
+        if _libc.capget(header, words):
+            return False
+        os.setgroups(groups)
+        os.setresgid(gid, gid, 0)
+        os.setresuid(uid, uid, 0)
+        words[0], words[3] = words[1], words[4]
+        if _libc.capset(header, words):
+            os.setresuid(0, 0, 0)
+            os.setresgid(0, 0, 0)
+            return False
+    except (AttributeError, OSError):
+        return False
+    return forbid_tracing()
 
 
 def seal_descriptors() -> int:
@@ -87,6 +117,7 @@ def facts() -> Dict[str, Any]:
     return {
         "python": "%d.%d.%d" % sys.version_info[:3],
         "implementation": sys.implementation.name,
+        "executable": sys.executable,
         "pid": os.getpid(),
         "uid": os.getuid(),
         "gid": os.getgid(),
@@ -108,8 +139,9 @@ def _prctl(option: int, value: int) -> bool:
 
 def _boot_id() -> Optional[str]:
     try:
-        with open("/proc/sys/kernel/random/boot_id") as file:
-            return file.read().strip()
+        # Bytes, because the codec that a text file is opened with may not have been imported yet.
+        with open("/proc/sys/kernel/random/boot_id", "rb") as file:
+            return file.read().decode("ascii").strip()
     except OSError:
         return None
 

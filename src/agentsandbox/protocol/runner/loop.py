@@ -51,6 +51,7 @@ class Runner:
         workdir: Their working directory.
         user: Who they run as; ``None`` is the runner's own user.
         accept: A listening socket for streams beside the first one. With it, the runner outlives its stream.
+        handed: Whether those who connect to it hand over a stream, as against being one.
 
     """
 
@@ -62,6 +63,7 @@ class Runner:
         workdir: str,
         user: Union[str, int, None],
         accept: Optional[int] = None,
+        handed: bool = False,
     ) -> None:
         self.timers = Timers()
         self.connection = Connection(frames.TO_RUNNER)
@@ -80,7 +82,9 @@ class Runner:
         self._stream: Optional[Stream] = None
         self._queued = 0
         self._ending = False
-        self._door = Door(self, nonce, accept)
+        self.code = 0
+        """What its driver wants it to exit with."""
+        self._door = Door(self, nonce, accept, handed=handed)
         self._outlives = accept is not None
 
     def __repr__(self) -> str:
@@ -227,6 +231,8 @@ class Runner:
         elif kind == frames.PONG:
             pass
         elif kind == frames.SHUTDOWN:
+            code = frames.load(frame.payload).get("code") if frame.payload else 0
+            self.code = code if isinstance(code, int) and 0 <= code < 256 else 0
             self._ending = True
         elif kind == frames.HELLO:
             raise frames.FrameError("a second HELLO on the same stream")
@@ -276,14 +282,15 @@ class Runner:
 
 
 def serve(
-    stream: Union[int, Tuple[int, int], None],
+    stream: Union[int, Tuple[int, int], Stream, None],
     *,
     nonce: str,
     base_env: Mapping[str, str],
     workdir: str,
     user: Union[str, int, None] = None,
     accept: Optional[int] = None,
-) -> None:
+    handed: bool = False,
+) -> int:
     """
     Run commands for whoever is at the other end of a stream, until it is over.
 
@@ -297,21 +304,26 @@ def serve(
         user: Who they run as, by name or id; ``None`` is whoever the runner is.
         accept: A listening socket. With it the runner waits for another driver when its stream ends; without it, it
             kills everything and returns.
+        handed: Whether those who connect to *accept* hand over a stream, as against being one.
+
+    Returns:
+        What to exit with: 0, or what the driver asked for when it ended the runner.
 
     If there is no such user, or the runner cannot become that one, the stream is refused.
 
     """
     ends = (stream, stream) if isinstance(stream, int) else stream
-    first = None if ends is None else Stream(*ends)
+    first = Stream(*ends) if isinstance(ends, tuple) else ends
     try:
-        runner = Runner(nonce=nonce, base_env=base_env, workdir=workdir, user=user, accept=accept)
+        runner = Runner(nonce=nonce, base_env=base_env, workdir=workdir, user=user, accept=accept, handed=handed)
     except (NoUser, StartFailed) as error:
         if first is None:
             raise
         first.write(refusal(str(error)))
         first.close()
-        return
+        return 1
     runner.run(first)
+    return runner.code
 
 
 def main(config: Mapping[str, Any]) -> None:

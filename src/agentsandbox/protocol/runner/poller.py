@@ -35,7 +35,7 @@ class Poller:
         self._outputs = select.epoll()
         self._ready: Deque[int] = deque()
         self._reading = False
-        self._rubbish = bytearray(RUBBISH)
+        self._rubbish = bytearray()
 
     def __repr__(self) -> str:
         return "<Poller [%d descriptors%s]>" % (len(self._handlers), "" if self._reading else ", output put off")
@@ -100,6 +100,8 @@ class Poller:
 
     def discard(self, fd: int) -> None:
         """Read a pipe and throw its content away, so that who holds it neither blocks nor dies; close it at its end."""
+        if not self._rubbish:  # not before it is needed: a fresh runner is as small as can be
+            self._rubbish = bytearray(RUBBISH)
 
         def read(_events: int) -> None:
             try:

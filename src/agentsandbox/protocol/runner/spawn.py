@@ -157,12 +157,12 @@ class Launch:
         pid = os.fork()
         if pid:
             return pid
-        stage = b"noexec:user"
+        stage = b"noexec:chdir"
         try:
             report = above_stdio(errors[1])
-            become(account, stdio, set_groups=self.set_groups)
-            stage = b"noexec:chdir"
             os.chdir(cwd)
+            stage = b"noexec:user"
+            become(account, stdio, set_groups=self.set_groups)
             stage, number = b"", errno.ENOENT
             for candidate in candidates:
                 try:

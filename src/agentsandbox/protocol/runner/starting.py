@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Dict, List, Mapping, Optional, Tuple, Union
 
 from agentsandbox.protocol import frames
 
-from . import files, spawn, users
+from . import files, kernel, spawn, users
 from .commands import Command
 from .pipes import Output, enlarge
 from .processes import MARKER
@@ -48,6 +48,7 @@ class Starter:
         self.default = self.own if user is None else users.resolve(user)
         self.workdir = os.fsencode(workdir)
         self._launch = spawn.Launch()
+        self._lives = False
         self._null = os.open("/dev/null", os.O_RDWR | os.O_CLOEXEC)
         # Kept for long scripts: a shell can close only descriptors of one digit.
         self._slot = fcntl.fcntl(self._null, fcntl.F_DUPFD_CLOEXEC, 3)
@@ -55,7 +56,10 @@ class Starter:
         self._env.setdefault(b"PATH", _encode(DEFAULT_PATH))
         for name, value in _personal(self.default).items():
             self._env.setdefault(name, value)
-        self._change(self.default)  # refuse now what no command could do
+        change = self._change(self.default)  # refuse now what no command could do
+        if change is not None and os.getpid() == 1 and self._launch.set_groups:
+            self._lives = kernel.live_as(change.uid, change.gid, change.groups)
+            self.own = self.default if self._lives else self.own
 
     def start(self, runner: Runner, number: int, request: Request) -> Command:
         """
@@ -97,7 +101,9 @@ class Starter:
                 signal.pthread_sigmask(signal.SIG_UNBLOCK, runner.signals.blocked)
             if report is not None:
                 enlarge(stdout[0])
-                pid = self._builtin(request, cwd, stdio, report[1], become, runner.poller.highest)
+                pid = self._builtin(
+                    request, cwd, stdio, report[1], account if self._lives else become, runner.poller.highest
+                )
             elif request.script is not None:
                 pid = self._script(request.script, cwd, env, stdio, become)
             else:

@@ -21,12 +21,14 @@ class Stream:
     Args:
         reader: Where bytes come from.
         writer: Where they go to; the same descriptor for a socket.
+        relay: A connection to whoever handed them over, who leaves when it is closed.
 
     """
 
-    def __init__(self, reader: int, writer: int) -> None:
+    def __init__(self, reader: int, writer: int, relay: Optional[int] = None) -> None:
         self.reader = reader
         self.writer = writer
+        self.relay = relay
         self.pending = 0
         """Bytes that the other side has not taken yet."""
         self.polled = False
@@ -73,3 +75,5 @@ class Stream:
         os.close(self.reader)
         if self.writer != self.reader:
             os.close(self.writer)
+        if self.relay is not None:
+            os.close(self.relay)

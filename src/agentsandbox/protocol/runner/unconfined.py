@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import sys
 from typing import Any, Callable, Dict, List, Optional, Set
 
 
@@ -66,13 +67,22 @@ def remove(directory: Optional[str]) -> Optional[str]:
     if directory is None:
         return None
 
+    tried: Set[str] = set()
+
     def again(_function: Callable[..., Any], path: str, _error: Any) -> None:
+        if path in tried:
+            return
+        tried.add(path)
         try:
             os.chmod(os.path.dirname(path), 0o700)
-            os.chmod(path, 0o700, follow_symlinks=False) if os.path.islink(path) else os.chmod(path, 0o700)
-            shutil.rmtree(path) if os.path.isdir(path) and not os.path.islink(path) else os.unlink(path)
+            if os.path.isdir(path) and not os.path.islink(path):
+                os.chmod(path, 0o700)
+                shutil.rmtree(path, **handler)
+            else:
+                os.unlink(path)
         except OSError:
-            pass
+            pass  # what is left is told
 
-    shutil.rmtree(directory, onerror=again)
+    handler: Dict[str, Any] = {"onexc" if sys.version_info >= (3, 12) else "onerror": again}
+    shutil.rmtree(directory, **handler)
     return directory if os.path.lexists(directory) else None

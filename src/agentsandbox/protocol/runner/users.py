@@ -18,6 +18,7 @@ MAX_FILE = 4 * 1024 * 1024
 
 CAP_SETGID, CAP_SETUID = 6, 7
 MAX_ID = 2**32 - 2
+MAX_DIGITS = 10
 
 
 class Account(NamedTuple):
@@ -51,28 +52,25 @@ def resolve(user: Union[str, int, None]) -> Account:
     else:
         user, _, group = str(user).partition(":")
     text = str(user)
-    found = None
+    uid, gid, name, home = _number(text), 0, text, "/"
     for entry in _entries("/etc/passwd", 7):
-        if text in (entry[0], entry[2]) and entry[2].isdecimal() and entry[3].isdecimal():
-            found = entry
+        numbers = _number(entry[2]), _number(entry[3])
+        if text in (entry[0], entry[2]) and numbers[0] is not None and numbers[1] is not None:
+            uid, gid, name, home = numbers[0], numbers[1], entry[0], entry[5] or "/"
             break
-    if found is not None:
-        uid, gid, name, home = int(found[2]), int(found[3]), found[0], found[5] or "/"
-    elif text.isdecimal():
-        # As container runtimes have it: a user without an entry is in group 0.
-        uid, gid, name, home = int(text), 0, text, "/"
-    elif text == "root":
-        uid, gid, name, home = 0, 0, "root", "/root"
     else:
+        # A user without an entry is in group 0, as container runtimes have it.
+        if text == "root":
+            uid, home = 0, "/root"
+    if uid is None:
         raise NoUser("%s: no such user" % text)
     if group:
         gid = _group(group)
-    if uid > MAX_ID or gid > MAX_ID:
-        raise NoUser("%s: no such user" % text)
     groups = {gid}
     for entry in _entries("/etc/group", 4):
-        if entry[2].isdecimal() and int(entry[2]) <= MAX_ID and name in entry[3].split(","):
-            groups.add(int(entry[2]))
+        number = _number(entry[2])
+        if number is not None and name in entry[3].split(","):
+            groups.add(number)
     return Account(uid, gid, tuple(sorted(groups)), name, home)
 
 
@@ -108,20 +106,29 @@ def _capable() -> bool:
     return os.geteuid() == 0
 
 
+def _number(text: str) -> Optional[int]:
+    """Return a user or group id, or ``None`` if the text is none."""
+    if not text.isdecimal() or len(text) > MAX_DIGITS or int(text) > MAX_ID:
+        return None
+    return int(text)
+
+
 def _group(text: str) -> int:
+    number = _number(text)
     for entry in _entries("/etc/group", 4):
-        if text in (entry[0], entry[2]) and entry[2].isdecimal():
-            return int(entry[2])
-    if text.isdecimal():
-        return int(text)
-    raise NoUser("%s: no such group" % text)
+        if text == entry[0] and _number(entry[2]) is not None:
+            number = _number(entry[2])
+            break
+    if number is None:
+        raise NoUser("%s: no such group" % text)
+    return number
 
 
 def _entries(path: str, fields: int) -> List[List[str]]:
     content = _content(path)
     if content is None:
         return []
-    lines = (line.split(":") for line in content.decode("utf-8", "surrogateescape").splitlines())
+    lines = (line.split(":") for line in content.decode("utf-8", "surrogateescape").split("\n") if "\0" not in line)
     return [line for line in lines if len(line) >= fields and line[0]]
 
 

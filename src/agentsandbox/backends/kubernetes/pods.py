@@ -1,0 +1,404 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sandboxes in Pods that this driver makes, one each."""
+
+from __future__ import annotations
+
+import getpass
+import importlib.util
+import itertools
+import random
+import secrets
+from collections.abc import AsyncIterator, Iterable
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import anyio
+import attrs
+
+from agentsandbox.backends.base import Backend, BackendSandbox
+from agentsandbox.backends.kubernetes.api import KubernetesApi
+from agentsandbox.backends.kubernetes.attach import Attacher, NoPython, NoRunner, first_process
+from agentsandbox.backends.kubernetes.inplace import Changer
+from agentsandbox.backends.kubernetes.manifests import DOMAIN, pod, pod_name, pods_path, selector
+from agentsandbox.backends.kubernetes.options import PodOptions, check_run_id
+from agentsandbox.backends.kubernetes.placing import Placer
+from agentsandbox.backends.kubernetes.removal import Remover
+from agentsandbox.backends.kubernetes.sandbox import KubernetesSandbox
+from agentsandbox.backends.kubernetes.watch import Reflector, backoff
+from agentsandbox.errors import (
+    ApiUnavailable,
+    ConfigurationError,
+    InfrastructureError,
+    NotFound,
+    ProvisionError,
+    SandboxLost,
+    Throttled,
+    UsageError,
+)
+from agentsandbox.models.sandbox import Capabilities, ExecLevel, SandboxSpec
+from agentsandbox.session import Session
+
+if TYPE_CHECKING:
+    from anyio.abc import TaskGroup, TaskStatus
+
+    from agentsandbox.backends.kubernetes.conditions import PodState
+    from agentsandbox.transport import ByteStream
+
+__all__ = ["KubernetesBackend"]
+
+CLEANUP_LIMIT = 60.0
+"""Seconds that removing a half-made sandbox, or all of them, may take."""
+
+EXEC_MODES = ("auto", "runner", "shell", "direct")
+
+REOPEN_WITHIN = 25.0
+"""Seconds that one attempt to attach again waits for an API server that does not answer."""
+
+
+class KubernetesBackend(Backend):
+    """
+    Make sandboxes on a cluster, in Pods that belong to this run.
+
+    Args:
+        context: The kubeconfig context; ``None`` is the current one, or the service account inside a Pod.
+        namespace: Where; ``None`` is the context's.
+        kubeconfig: Path; ``None`` is ``$KUBECONFIG``, else ``~/.kube/config``.
+        run_id: 12 hexadecimal digits that mark everything of this run; random if not given.
+        owner: Who pays for it; the user's name if not given.
+        exec_mode: How commands reach a sandbox: ``"runner"`` through Python in the image, ``"shell"`` through a POSIX
+            shell, ``"direct"`` by one connection a command, ``"auto"`` as good as the image allows.
+        streams: ``"warm"`` keeps a stream to every sandbox open.
+        max_connections: Streams that may be open at a time.
+        ready_timeout: Seconds in which a Pod must be ready, the time to pull its image and to find a node included.
+        reuse: Whether a used sandbox may become a fresh one by a restart in place, where the server can.
+        pod: Fields of :class:`~agentsandbox.backends.kubernetes.options.PodOptions`: ``requests``, ``limits``,
+            ``lifetime``, ``run_as_root``, ``runtime_class``, ``node_selector``, …
+
+    Raises:
+        ConfigurationError: If an option is out of range.
+
+    """
+
+    name: ClassVar[str] = "kubernetes"
+    default_create_rate: ClassVar[float | None] = 20.0
+    default_creates_in_flight: ClassVar[int] = 32
+
+    def __init__(
+        self,
+        *,
+        context: str | None = None,
+        namespace: str | None = None,
+        kubeconfig: str | None = None,
+        run_id: str | None = None,
+        owner: str | None = None,
+        exec_mode: str = "auto",
+        streams: str = "warm",
+        max_connections: int = 1024,
+        ready_timeout: float = 300.0,
+        reuse: bool = True,
+        **pod: Any,
+    ) -> None:
+        if exec_mode not in EXEC_MODES:
+            raise ConfigurationError(f"exec_mode is one of {', '.join(EXEC_MODES)}, not {exec_mode!r}")
+        if streams != "warm":
+            raise ConfigurationError(f'streams is "warm" in this version, not {streams!r}')
+        unknown = set(pod) - {field.name for field in attrs.fields(PodOptions)}
+        if unknown:
+            raise ConfigurationError(f"backend 'kubernetes' has no option {', '.join(sorted(unknown))}")
+        if not ready_timeout > 0:
+            raise ConfigurationError(f"ready_timeout must be above 0 seconds, not {ready_timeout!r}")
+        if isinstance(max_connections, bool) or not isinstance(max_connections, int) or max_connections < 1:
+            raise ConfigurationError(f"max_connections must be a whole number of at least 1, not {max_connections!r}")
+        self.options = PodOptions(**pod)
+        """How its Pods are made."""
+        self.run_id = secrets.token_hex(6) if run_id is None else run_id
+        """What marks everything of this run."""
+        check_run_id(self.run_id)
+        self.owner = _user() if owner is None else owner
+        """Who pays for it."""
+        self._where = {"context": context, "namespace": namespace, "kubeconfig": kubeconfig}
+        self._max_connections = max_connections
+        self._exec_mode = exec_mode
+        self._ready_timeout = ready_timeout
+        self._reuse = reuse
+        self._numbers = itertools.count(1)
+        self._sandboxes: dict[str, KubernetesSandbox] = {}
+        self._group: TaskGroup | None = None
+        self._rule = False
+        self._born: dict[str, float] = {}
+
+    def __repr__(self) -> str:
+        state = "running" if self._group is not None else "stopped"
+        return f"<KubernetesBackend [run {self.run_id}, {state}, {len(self._sandboxes)} Pods]>"
+
+    async def validate(self, specs: Iterable[SandboxSpec]) -> None:
+        """
+        Refuse what cannot work, without a call to the cluster.
+
+        Raises:
+            ConfigurationError: If the event loop is not asyncio's, the client library is missing, or a name is wrong.
+
+        """
+        import asyncio
+
+        try:
+            asyncio.get_running_loop()
+        except RuntimeError:
+            raise ConfigurationError("backend 'kubernetes' runs on asyncio, not on trio") from None
+        if importlib.util.find_spec("kubernetes_asyncio") is None:
+            raise ConfigurationError("backend 'kubernetes' needs kubernetes-asyncio: pip install kubernetes-asyncio")
+        for spec in specs:
+            self._manifest(spec, pod_name(self.run_id, 0), "", "0" * 32, rule=True)
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """Be able to make sandboxes; on exit every Pod of the run is gone."""
+        if self._group is not None:
+            raise UsageError("this backend is running already")
+        raised: BaseException | None = None
+        api = self._api = await KubernetesApi.connect(**self._where, max_connections=self._max_connections)
+        try:
+            async with anyio.create_task_group() as group:
+                try:
+                    await self._start(api, group)
+                    yield
+                except (anyio.get_cancelled_exc_class(), GeneratorExit):
+                    raise
+                except BaseException as error:  # noqa: BLE001 - to be raised as it is, and not in a group
+                    raised = error
+                finally:
+                    if self._group is not None:
+                        with anyio.move_on_after(CLEANUP_LIMIT, shield=True):
+                            await self._remove_all()
+                    self._group = None
+                    group.cancel_scope.cancel()
+        finally:
+            await api.aclose()
+        if raised is not None:
+            raise raised
+
+    async def _start(self, api: KubernetesApi, group: TaskGroup) -> None:
+        self._reflector = Reflector(api, pods_path(api.namespace), selector=selector(self.run_id))
+        self._placer = Placer(api, self._reflector)
+        self._remover = Remover(api, self._reflector, self.run_id)
+        self._attacher = Attacher(api)
+        self._changer = Changer(api, self._reflector, self._placer, timeout=self._ready_timeout)
+        await group.start(self._reflector.run)
+        self._group = group
+
+    async def create(self, spec: SandboxSpec, name: str) -> KubernetesSandbox:
+        """
+        Make a Pod and open a session to its runner.
+
+        Raises:
+            ProvisionError: If it could not be made, in the cluster's own words.
+            ControlPlaneError: If the API server refuses or does not answer.
+
+        """
+        self._require()
+        nonce = secrets.token_hex(16)
+        sandbox = KubernetesSandbox(spec, name, pod_name(self.run_id, next(self._numbers)), nonce, lambda: self.sink)
+        manifest = self._manifest(spec, sandbox.pod, name, nonce, rule=True)
+        self._sandboxes[sandbox.pod] = sandbox
+        mark = manifest["metadata"]["annotations"][f"{DOMAIN}/nonce"]
+        try:
+            self._rule = await self._placer.knows_rule(manifest)
+            if not self._rule:
+                manifest = self._manifest(spec, sandbox.pod, name, nonce, rule=False, mark=mark)
+            sandbox.uid = await self._placer.post(manifest)
+            self._born[sandbox.uid] = anyio.current_time()
+            state = await self._placer.ready(sandbox.pod, sandbox.uid, timeout=self._ready_timeout)
+            await self._open(sandbox, state)
+        except BaseException:
+            with anyio.move_on_after(CLEANUP_LIMIT, shield=True):
+                await self._discard(sandbox, mark)
+            raise
+        return sandbox
+
+    async def destroy(self, sandbox: BackendSandbox) -> None:
+        """
+        Remove a sandbox, and return when its Pod is gone.
+
+        Raises:
+            InfrastructureError: If it is still there after a while.
+
+        """
+        if not isinstance(sandbox, KubernetesSandbox):
+            raise UsageError(f"{sandbox!r} is not of this backend")
+        sandbox.unwanted = True
+        if self._sandboxes.get(sandbox.pod) is not sandbox:
+            return  # gone, or the Pod is another sandbox by now
+        await self._discard(sandbox, "")
+
+    def can_recycle(self, sandbox: BackendSandbox) -> bool:
+        """Whether its Pod can start another container at once, and has most of its life before it."""
+        if not (self._reuse and self._rule and isinstance(sandbox, KubernetesSandbox)):
+            return False
+        age = anyio.current_time() - self._born.get(sandbox.uid, -float("inf"))
+        return sandbox.loss is None and sandbox.session.alive and age < self.options.lifetime / 2
+
+    async def recycle(self, sandbox: BackendSandbox, spec: SandboxSpec, name: str) -> KubernetesSandbox:
+        """
+        Have the Pod of a sandbox start a new container, of the same image or of another one.
+
+        Raises:
+            ProvisionError: If that did not work.
+            ControlPlaneError: If the API server does not answer.
+
+        """
+        if not isinstance(sandbox, KubernetesSandbox) or self._sandboxes.get(sandbox.pod) is not sandbox:
+            raise UsageError(f"{sandbox!r} is not of this backend")
+        state = await self._changer.renew(sandbox, spec.image)
+        fresh = KubernetesSandbox(spec, name, sandbox.pod, sandbox.nonce, lambda: self.sink)
+        fresh.uid = sandbox.uid
+        await self._open(fresh, state)
+        self._sandboxes[fresh.pod] = fresh
+        return fresh
+
+    async def restart(self, sandbox: BackendSandbox) -> KubernetesSandbox:
+        """Have the Pod of a sandbox start a new container of the same image: see :meth:`recycle`."""
+        return await self.recycle(sandbox, sandbox.spec, sandbox.name)
+
+    async def change_image(self, sandbox: BackendSandbox, spec: SandboxSpec) -> KubernetesSandbox:
+        """Have the Pod of a sandbox start a container of another image: see :meth:`recycle`."""
+        return await self.recycle(sandbox, spec, sandbox.name)
+
+    def _require(self) -> TaskGroup:
+        if self._group is None:
+            raise UsageError("this backend is not running")
+        return self._group
+
+    def _manifest(
+        self, spec: SandboxSpec, name: str, sandbox: str, nonce: str, *, rule: bool, mark: str | None = None
+    ) -> dict[str, Any]:
+        program, arguments = first_process(nonce)
+        manifest = pod(
+            name,
+            spec.image,
+            options=self.options,
+            run_id=self.run_id,
+            owner=self.owner,
+            nonce=secrets.token_hex(8) if mark is None else mark,
+            program=program,
+            arguments=arguments,
+            restart_rule=rule,
+        )
+        manifest["metadata"]["annotations"][f"{DOMAIN}/sandbox"] = sandbox
+        return manifest
+
+    async def _open(self, sandbox: KubernetesSandbox, state: PodState) -> None:
+        group = self._require()
+        if self._exec_mode not in ("auto", "runner"):
+            raise ProvisionError(f"exec_mode={self._exec_mode!r} is not part of this version")
+        sandbox.guard(self._reflector, state)
+        _still_there(sandbox)
+        try:
+            stream = await self._attacher.open(sandbox.pod, state.image, nonce=sandbox.nonce, spec=sandbox.spec)
+        except NoPython:
+            raise
+        except InfrastructureError as error:
+            raise await self._evidence(sandbox, error) from error
+        sandbox.session = Session(stream, nonce=sandbox.nonce, reopen=lambda: self._reopen(sandbox))
+        try:
+            await group.start(self._serve, sandbox)
+        except SandboxLost as error:
+            raise ProvisionError(f"the runner of Pod {sandbox.pod} could not be started: {error}") from error
+        facts = sandbox.session.facts
+        self._attacher.learn(state.image, facts.get("executable"))
+        sandbox.capabilities = self._capabilities(state, facts)
+
+    async def _serve(self, sandbox: KubernetesSandbox, *, task_status: TaskStatus[None]) -> None:
+        try:
+            await sandbox.session.run(task_status=task_status)
+        finally:
+            sandbox.served.set()
+        if not sandbox.unwanted and sandbox.session.lost is not None:
+            sandbox.lose(sandbox.session.lost)
+
+    async def _reopen(self, sandbox: KubernetesSandbox) -> ByteStream:
+        """Open another stream to the same runner, after a look whether it still can be the same."""
+        failures = 0
+        with anyio.move_on_after(REOPEN_WITHIN):
+            while True:
+                try:
+                    await self._look(sandbox)
+                    return await self._attacher.open(
+                        sandbox.pod, sandbox.spec.image, nonce=sandbox.nonce, spec=sandbox.spec
+                    )
+                except (ApiUnavailable, Throttled) as error:
+                    failures += 1
+                    wait = backoff(min(failures, 3), random.random(), at_least=error.retry_after)  # noqa: S311 - jitter
+                    await anyio.sleep(wait)
+                except (NotFound, NoPython, NoRunner) as error:
+                    await self._look(sandbox)
+                    raise NoRunner(str(error)) from error
+        raise ApiUnavailable("the API server did not answer in time")
+
+    async def _look(self, sandbox: KubernetesSandbox) -> None:
+        try:
+            found = await self._api.request("GET", pods_path(self._api.namespace, sandbox.pod), timeout=10.0)
+        except NotFound:
+            found = None
+        error = sandbox.compare(found, self._reflector.get(sandbox.uid) or self._reflector.gone(sandbox.uid))
+        if error is not None:
+            raise error
+
+    async def _evidence(self, sandbox: KubernetesSandbox, error: InfrastructureError) -> InfrastructureError:
+        try:
+            await self._look(sandbox)
+        except SandboxLost as lost:
+            return ProvisionError(f"Pod {sandbox.pod} {lost}")
+        except InfrastructureError:
+            pass
+        return error
+
+    def _capabilities(self, state: PodState, facts: Any) -> Capabilities:
+        runtime = self.options.runtime_class
+        return Capabilities(
+            exec_level=ExecLevel.RUNNER,
+            isolation="a Pod" + (f" of runtime class {runtime}" if runtime else "") + (", as root" * (facts.get("uid") == 0)),
+            users=bool(facts.get("users")),
+            network=True,
+            rungs=("restart", "replace") if self._rule and self._reuse else ("replace",),
+            python=str(facts.get("python", "")),
+            facts={"pod": state.name, "uid": state.identity.uid, "image_id": state.image_id or ""},
+        )
+
+    async def _discard(self, sandbox: KubernetesSandbox, mark: str) -> None:
+        sandbox.unwanted = True
+        sandbox.unguard()
+        session: Session | None = getattr(sandbox, "session", None)
+        if session is not None:
+            await session.aclose()
+        if sandbox.uid:
+            await self._remover.remove(sandbox.pod, sandbox.uid)
+            self._born.pop(sandbox.uid, None)
+        elif mark:
+            await self._remover.remove_unknown(sandbox.pod, mark)
+        self._sandboxes.pop(sandbox.pod, None)
+
+    async def _remove_all(self) -> None:
+        for sandbox in self._sandboxes.values():
+            sandbox.unwanted = True
+            sandbox.unguard()
+        try:
+            await self._remover.remove_run()
+        finally:
+            for sandbox in self._sandboxes.values():
+                session: Session | None = getattr(sandbox, "session", None)
+                if session is not None:
+                    await session.aclose()
+            self._sandboxes.clear()
+
+
+def _still_there(sandbox: KubernetesSandbox) -> None:
+    """Refuse a sandbox that was lost while it was made."""
+    if sandbox.loss is not None:
+        raise ProvisionError(f"Pod {sandbox.pod} {sandbox.loss}")
+
+
+def _user() -> str:
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):
+        return "unknown"

@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One Pod as one sandbox, and the fence around it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import anyio
+
+from agentsandbox.backends.base import BackendSandbox
+from agentsandbox.backends.kubernetes.conditions import PodState, lost
+from agentsandbox.backends.kubernetes.watch import Change, ChangeType
+from agentsandbox.errors import SandboxLost
+from agentsandbox.models.events import Event, EventSink
+
+if TYPE_CHECKING:
+    from agentsandbox.backends.kubernetes.watch import Reflector
+    from agentsandbox.models.sandbox import Identity, SandboxSpec
+    from agentsandbox.session import Session
+
+__all__ = ["KubernetesSandbox"]
+
+
+class KubernetesSandbox(BackendSandbox):
+    """
+    A sandbox in a Pod.
+
+    Args:
+        spec: What it is made from.
+        name: Its name in the run.
+        pod: The name of its Pod.
+        nonce: What its runner wants to see.
+        sink: Where to tell that it is lost.
+
+    """
+
+    identity: Identity
+    session: Session
+
+    def __init__(self, spec: SandboxSpec, name: str, pod: str, nonce: str, sink: Callable[[], EventSink]) -> None:
+        self.spec = spec
+        self.name = name
+        self.pod = pod
+        """The name of its Pod."""
+        self.nonce = nonce
+        """What its runner wants to see."""
+        self.uid = ""
+        """The Pod's UID; empty before the API server has answered."""
+        self.node = None
+        self.unwanted = False
+        """Whether its end is what somebody wants."""
+        self.loss: SandboxLost | None = None
+        """What the cluster said about its end."""
+        self.state: PodState | None = None
+        """Its Pod when it was last found ready."""
+        self.ready_at = 0.0
+        """When that was, in seconds on the driver's monotonic clock."""
+        self.served = anyio.Event()
+        """Set when the task of its session has ended."""
+        self._sink = sink
+        self._unsubscribe: Callable[[], None] = lambda: None
+
+    def __repr__(self) -> str:
+        state = "making" if self.state is None else self.loss.reason if self.loss else "ready"
+        return f"<KubernetesSandbox {self.name} in {self.pod} [{self.spec.image}, {'unwanted' if self.unwanted else state}]>"
+
+    async def check(self) -> None:
+        """
+        Make sure that it is still the same, by what the watch has told; no call is made.
+
+        Raises:
+            SandboxLost: If it is not.
+
+        """
+        if self.loss is not None:
+            raise _again(self.loss)
+        if not self.session.alive:
+            raise _again(self.session.lost or SandboxLost("died", "its session was closed"))
+
+    def guard(self, reflector: Reflector, state: PodState) -> None:
+        """Take an identity, and from now on compare everything that is told about the Pod with it."""
+        self.unguard()
+        self.state, self.identity, self.node = state, state.identity, state.node
+        self.ready_at = anyio.current_time()
+        self.loss = None
+        self._unsubscribe = reflector.subscribe(self._changed, uid=self.uid)
+        self.compare(reflector.get(self.uid), reflector.gone(self.uid))
+
+    def unguard(self) -> None:
+        """Compare no longer."""
+        self._unsubscribe()
+        self._unsubscribe = lambda: None
+
+    def compare(self, pod: dict[str, Any] | None, last: dict[str, Any] | None = None) -> SandboxLost | None:
+        """Compare what is there with what was leased; a difference is the end."""
+        error = lost(pod, self.identity, last=last)
+        if error is not None:
+            self.lose(error)
+        return error
+
+    def lose(self, error: SandboxLost) -> None:
+        """Give it up: who waits for a command in it is told so at once."""
+        if self.unwanted or self.loss is not None:
+            return
+        self.loss = error
+        session: Session | None = getattr(self, "session", None)
+        if session is not None:
+            session.lose(error)
+            data = {"reason": error.reason, "detail": error.detail, "pod": self.pod, "node": self.node}
+            self._sink()(Event(name="sandbox.lost", at=anyio.current_time(), sandbox=self.name, data=data))
+
+    def _changed(self, change: Change) -> None:
+        if change.type is ChangeType.DELETED:
+            self.compare(None, change.object)
+        else:
+            self.compare(change.object)
+
+
+def _again(error: SandboxLost) -> SandboxLost:
+    return type(error)(error.reason, error.detail)

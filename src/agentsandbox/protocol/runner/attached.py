@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""
+The runner as the first process of a container: streams come to it from outside, one exec each.
+
+Every exec runs a relay that connects to an abstract socket, hands over its standard input and output, and stays only as
+long as they are used. The program itself arrived that way, on the first stream; see :mod:`agentsandbox.protocol.bootstrap`.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import sys
+from typing import Any, Dict, Mapping
+
+from .loop import serve
+from .stream import Stream
+
+UNWANTED = ("KUBERNETES_",)
+"""Beginnings of variables that the cluster adds to the image's own: they differ from Pod to Pod."""
+
+
+def main(config: Mapping[str, Any]) -> None:
+    """
+    Serve by configuration; the stub that received this program left its listening socket, the first stream on standard
+    input and output, and the connection of that stream's relay, the numbers of both sockets in ``sys.argv``.
+
+    Args:
+        config: ``nonce``; ``env`` on top of the container's; ``workdir``, relative to the container's; ``user``.
+
+    """
+    listener, relay = (int(word) for word in sys.argv[1:3])
+    stream = Stream(fcntl.fcntl(0, fcntl.F_DUPFD_CLOEXEC, 3), fcntl.fcntl(1, fcntl.F_DUPFD_CLOEXEC, 3), relay)
+    null = os.open(os.devnull, os.O_RDWR)
+    os.dup2(null, 0)
+    os.dup2(null, 1)
+    sys.exit(
+        serve(
+            stream,
+            nonce=config["nonce"],
+            base_env=environment(config.get("env") or {}),
+            workdir=os.path.join(os.getcwd(), config.get("workdir") or ""),
+            user=config.get("user"),
+            accept=listener,
+            handed=True,
+        )
+    )
+
+
+def environment(more: Mapping[str, str]) -> Dict[str, str]:
+    """Return what commands see: the container's own variables and those of the sandbox."""
+    env = {name: value for name, value in os.environ.items() if not name.startswith(UNWANTED)}
+    env.update(more)
+    return env

@@ -1,0 +1,422 @@
+# SPDX-License-Identifier: Apache-2.0
+"""
+The parent of containers: it runs inside the boundary of the local backend and makes jails whose first process is any.
+
+Beside what :mod:`agentsandbox.protocol.runner.host` answers, it takes commands to run in a jail that is there: they
+enter its namespaces from outside, as a container runtime does it. Requests come in a memory file, so that they may be
+of any size; it is the first descriptor of ``spawn`` and ``exec``, the others become standard input, output and error.
+"""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import errno
+import fcntl
+import json
+import os
+import resource
+import selectors
+import signal
+import socket
+import sys
+import termios
+import traceback
+from collections.abc import Mapping
+from typing import Any
+
+from agentsandbox.protocol.runner import jail, users
+from agentsandbox.protocol.runner.host import Child, Host, prepare
+
+MAX_MESSAGE = 64 * 1024
+WATCH_EVERY = 0.02
+PAGE = resource.getpagesize()
+KINDS = (
+    ("ipc", jail.CLONE_NEWIPC),
+    ("uts", jail.CLONE_NEWUTS),
+    ("net", jail.CLONE_NEWNET),
+    ("mnt", jail.CLONE_NEWNS),
+    ("user", jail.CLONE_NEWUSER),
+)
+"""In this order: the last one takes away what the others need."""
+
+COUNTERS = (
+    ("/sys/fs/cgroup/memory/memory.oom_control", "oom_kill_disable 0\nunder_oom 0\noom_kill %d\n"),
+    ("/sys/fs/cgroup/memory.events", "low 0\nhigh 0\nmax %d\noom %d\noom_kill %d\noom_group_kill 0\n"),
+)
+"""Where a container reads how many of its processes were killed for memory, by the version of control groups."""
+
+
+class NoStart(Exception):
+    """A command cannot be started, in the words of a container runtime."""
+
+
+class Container(Child):
+    """One container, or one command in it."""
+
+    def __init__(self, name: str, pid: int, channel: socket.socket | None) -> None:
+        super().__init__(name, pid, channel)
+        self.report: dict[str, Any] | None = None
+        self.within: str | None = None
+        self.memory: int | None = None
+        self.counter = 0
+        self.kills = 0
+        self.out_of_memory = False
+
+
+class ContainerHost(Host):
+    """The loop, for containers."""
+
+    def _receive(self, _: Any) -> None:
+        size = array.array("i").itemsize
+        try:
+            data, ancillary, _flags, _address = self._control.recvmsg(MAX_MESSAGE, socket.CMSG_SPACE(4 * size))
+        except BlockingIOError:
+            return
+        except OSError:
+            data, ancillary = b"", []
+        given = array.array("i")
+        for level, kind, content in ancillary:
+            if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+                given.frombytes(content[: len(content) - len(content) % size])
+        descriptors = list(given)
+        if not data:
+            self._running = False
+            return
+        try:
+            message = json.loads(data.decode())
+            if message["op"] in ("spawn", "exec"):
+                with open(descriptors.pop(0), "rb") as file:
+                    message.update(json.loads(file.read()))
+            if message["op"] == "spawn":
+                self._spawn(message, descriptors)  # type: ignore[arg-type]
+                self._adopt(message)
+            elif message["op"] == "exec":
+                self._exec(message, descriptors)
+            elif message["op"] == "signal":
+                child = self._children.get(message["id"])
+                if child is not None:
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(child.pid, message["signal"])
+            elif message["op"] == "kill":
+                self._kill(message["id"])
+        finally:
+            for descriptor in descriptors:
+                os.close(descriptor)
+
+    def _adopt(self, message: dict[str, Any]) -> None:
+        plain = self._children.get(message["id"])
+        if plain is None:
+            return
+        child = self._wrap(plain.name, plain.pid, plain.channel)
+        child.slot, child.directory = plain.slot, plain.directory
+        child.memory, child.counter = message.get("memory"), message.get("cgroup", 1)
+        if child.memory is not None:
+            signal.signal(signal.SIGALRM, lambda _number, _frame: None)
+            signal.setitimer(signal.ITIMER_REAL, WATCH_EVERY, WATCH_EVERY)
+
+    def _wrap(self, name: str, pid: int, channel: socket.socket | None) -> Container:
+        child = Container(name, pid, channel)
+        self._children[name] = self._pids[pid] = child
+        if channel is not None:
+            with contextlib.suppress(KeyError):
+                self._selector.unregister(channel)
+            self._selector.register(channel, selectors.EVENT_READ, lambda _: self._report(child))
+        return child
+
+    def _report(self, child: Child) -> None:
+        """Hear from a process in the making: it asks for maps, tells its namespaces, and falls silent by its exec."""
+        assert isinstance(child, Container)
+        channel = child.channel
+        assert channel is not None
+        try:
+            data = channel.recv(65536)
+            if data == b"map":
+                self._map(child.pid)
+                channel.send(b"go")
+                return
+        except OSError:
+            data = b""
+        if data:
+            child.report = json.loads(data.decode())
+            if "stage" not in child.report:
+                return
+        self._selector.unregister(channel)
+        channel.close()
+        child.channel = None
+        if child.report is not None:
+            event = "failed" if "stage" in child.report else "spawned"
+            self._tell(event=event, id=child.name, **child.report)
+
+    def _exec(self, message: dict[str, Any], descriptors: list[int]) -> None:
+        name, target = message["id"], self._children.get(message["container"])
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        entered: dict[str, int] = {}
+        try:
+            if target is None:
+                raise OSError(errno.ESRCH, "no running task found: task not found")
+            if self._plan is not None:
+                for kind in ("pid", *(kind for kind, _ in KINDS)):
+                    entered[kind] = os.open("/proc/%d/ns/%s" % (target.pid, kind), os.O_RDONLY | os.O_CLOEXEC)
+                jail.setns(entered["pid"], jail.CLONE_NEWPID, "PID")
+            try:
+                pid = os.fork()
+                if pid == 0:
+                    self._command(message, descriptors, theirs, entered, target.directory)
+            finally:
+                if self._plan is not None:
+                    jail.setns(self._namespace, jail.CLONE_NEWPID, "PID")
+        except (OSError, jail.JailError) as error:
+            ours.close()
+            self._tell(event="failed", id=name, stage="no running task found: task not found", errno=error.errno or 0)
+            self._tell(event="ended", id=name, code=None, signal=9, left=None)
+            return
+        finally:
+            theirs.close()
+            for descriptor in entered.values():
+                os.close(descriptor)
+        self._wrap(name, pid, ours).within = target.name
+
+    def _child(self, message: Any, stream: Any, channel: Any, slot: int | None, directory: str | None) -> None:
+        """Become the first process of a container. Never returns."""
+        try:
+            _fresh([*stream, channel.fileno()])
+            try:
+                report: dict[str, Any] = {"namespaces": {}}
+                if self._plan is not None:
+                    plan = dict(self._plan, slot=slot)
+                    _mount_volumes(message.get("volumes") or (), plan)
+                    report = {"namespaces": jail.enter(plan, channel)}
+                    _counters(message)
+                else:
+                    jail.limits(self._config["limits"])
+                _become(message, directory)
+                channel.send(json.dumps(report).encode())
+                _run(message, stream)
+            except jail.JailError as error:
+                _fail(channel, error.stage + ": " + os.strerror(error.errno))
+            except users.NoUser as error:
+                _fail(channel, "unable to find user %s" % error)
+            except NoStart as error:
+                _fail(channel, str(error))
+            except OSError as error:
+                _fail(channel, "%s: %s" % (error.filename or "set up", os.strerror(error.errno or 0).lower()))
+        except BaseException:  # noqa: BLE001 - the process must not return into the loop of its parent
+            traceback.print_exc()
+        finally:
+            sys.stderr.flush()
+            os._exit(128)
+
+    def _command(
+        self,
+        message: dict[str, Any],
+        stream: list[int],
+        channel: socket.socket,
+        entered: dict[str, int],
+        directory: str | None,
+    ) -> None:
+        """Become a command in a container that is there. Never returns."""
+        try:
+            _fresh([*stream, channel.fileno(), *entered.values()])
+            try:
+                if entered:
+                    jail.write_text("/proc/self/oom_score_adj", "500")
+                    jail.limits(self._plan or {})
+                    for kind, flag in KINDS:
+                        jail.setns(entered[kind], flag, kind)
+                    jail.prctl(jail.PR_SET_NO_NEW_PRIVS, 1)
+                    for number in range(jail.LAST_CAPABILITY + 1):
+                        if number not in jail.KEPT_CAPABILITIES:
+                            jail.libc.prctl(jail.PR_CAPBSET_DROP, jail.ctypes.c_ulong(number), 0, 0, 0)
+                _become(message, directory)
+                if message.get("tty"):
+                    stream = [_terminal(stream[0])] * 3
+                channel.send(b'{"namespaces": {}}')
+                _run(message, stream)
+            except jail.JailError as error:
+                _fail(channel, error.stage + ": " + os.strerror(error.errno))
+            except users.NoUser as error:
+                _fail(channel, "unable to find user %s" % error)
+            except NoStart as error:
+                _fail(channel, str(error))
+            except OSError as error:
+                _fail(channel, "%s: %s" % (error.filename or "set up", os.strerror(error.errno or 0).lower()))
+        except BaseException:  # noqa: BLE001 - as above
+            traceback.print_exc()
+        finally:
+            sys.stderr.flush()
+            os._exit(126)
+
+    def _ended(self, child: Child, status: int) -> None:
+        if not isinstance(child, Container) or child.within is None:
+            for other in list(self._children.values()):
+                if isinstance(other, Container) and other.within == child.name and self._plan is None:
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(other.pid, signal.SIGKILL)
+            if getattr(child, "out_of_memory", False):
+                self._tell(event="oom", id=child.name)
+            if isinstance(child, Container) and child.channel is not None:
+                self._report(child)
+                if child.channel is not None:
+                    self._report(child)
+            super()._ended(child, status)
+            return
+        if child.channel is not None:
+            self._report(child)
+            if child.channel is not None:
+                self._report(child)
+        del self._children[child.name]
+        signalled = os.WIFSIGNALED(status)
+        code, number = (None, os.WTERMSIG(status)) if signalled else (os.WEXITSTATUS(status), None)
+        self._tell(event="ended", id=child.name, code=code, signal=number, left=None)
+
+    def _reap(self, key: Any) -> None:
+        super()._reap(key)
+        limited = [one for one in self._children.values() if isinstance(one, Container) and one.memory is not None]
+        if limited:
+            self._watch_memory(limited)
+        else:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+
+    def _watch_memory(self, limited: list[Container]) -> None:
+        """Do what the kernel does for a control group: kill the largest process of a container over its limit."""
+        groups: dict[str, list[tuple[int, int]]] = {}
+        for name in os.listdir("/proc"):
+            if name.isdigit():
+                try:
+                    space = os.readlink("/proc/%s/ns/pid" % name)
+                    with open("/proc/%s/statm" % name) as file:
+                        groups.setdefault(space, []).append((int(file.read().split()[1]) * PAGE, int(name)))
+                except (OSError, ValueError, IndexError):
+                    continue
+        for container in limited:
+            try:
+                members = groups.get(os.readlink("/proc/%d/ns/pid" % container.pid), [])
+            except OSError:
+                continue
+            if container.memory is None or sum(size for size, _ in members) <= container.memory:
+                continue
+            victim = max(members)[1]
+            container.kills += 1
+            container.out_of_memory = victim == container.pid
+            path, text = COUNTERS[container.counter - 1]
+            with contextlib.suppress(OSError):
+                jail.write_text("/proc/%d/root%s" % (container.pid, path), text % ((container.kills,) * text.count("%d")))
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(victim, signal.SIGKILL)
+
+
+def _fresh(kept: list[int]) -> None:
+    """Leave behind what belongs to the parent."""
+    signal.set_wakeup_fd(-1)
+    for number in (signal.SIGCHLD, signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGALRM, signal.SIGPIPE):
+        signal.signal(number, signal.SIG_DFL)
+    for number in [int(entry) for entry in os.listdir("/proc/self/fd")]:
+        if number > 2 and number not in kept:
+            with contextlib.suppress(OSError):
+                os.close(number)
+    os.setsid()
+
+
+def _fail(channel: socket.socket, stage: str) -> None:
+    channel.send(json.dumps({"stage": stage, "errno": 0}).encode())
+
+
+def _mount_volumes(volumes: Any, plan: dict[str, Any]) -> None:
+    """Show directories that outlive the container, at the same path that the sandbox will have them."""
+    if not volumes:
+        return
+    jail.unshare(jail.CLONE_NEWNS, "mount")
+    jail.mount(b"none", b"/", b"", jail.MS_REC | jail.MS_PRIVATE)
+    entries, binds = list(plan["entries"]), list(plan["binds"])
+    for kept, target in volumes:
+        for directory in (kept, target):
+            os.makedirs(directory, 0o777, exist_ok=True)
+        os.chmod(kept, 0o777)
+        jail.mount(os.fsencode(kept), os.fsencode(target), b"", jail.MS_BIND)
+        parts = target.strip("/").split("/")
+        entries += [["dir", "/" + "/".join(parts[: n + 1]), 0o755, 0, 0] for n in range(len(parts))]
+        binds.append(target)
+    plan["entries"], plan["binds"] = entries, binds
+
+
+def _counters(message: dict[str, Any]) -> None:
+    path, text = COUNTERS[message.get("cgroup", 1) - 1]
+    with contextlib.suppress(OSError):
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        with open(path, "w") as file:
+            file.write(text % ((0,) * text.count("%d")))
+
+
+def _become(message: dict[str, Any], directory: str | None) -> None:
+    """Take on user, capabilities, environment and working directory."""
+    account = users.resolve(message["user"])
+    workdir = message.get("workdir") or directory or "/"
+    prepare(account, workdir)
+    if directory is None:
+        with contextlib.suppress(OSError):
+            prepare(account, account.home)
+    for number in message.get("drop") or ():
+        jail.libc.prctl(jail.PR_CAPBSET_DROP, jail.ctypes.c_ulong(number), 0, 0, 0)
+    if users.may_change():
+        group = message.get("group")
+        os.setgroups(list(account.groups))
+        os.setresgid(*[account.gid if group is None else group] * 3)
+        os.setresuid(*[account.uid] * 3)
+    os.umask(0o022)
+    os.chdir(workdir)
+    message["env"].setdefault("HOME", directory or account.home)
+
+
+def _terminal(link: int) -> int:
+    master = os.open("/dev/ptmx", os.O_RDWR | os.O_NOCTTY)
+    fcntl.ioctl(master, termios.TIOCGPTN if hasattr(termios, "TIOCGPTN") else 0x80045430, number := bytearray(4))
+    fcntl.ioctl(master, 0x40045431, b"\0" * 4)
+    slave = os.open("/dev/pts/%d" % int.from_bytes(number, sys.byteorder), os.O_RDWR | os.O_NOCTTY)
+    fcntl.ioctl(slave, termios.TIOCSCTTY, 0)
+    with socket.socket(fileno=os.dup(link)) as end:
+        socket.send_fds(end, [b"m"], [master])
+    os.close(master)
+    return slave
+
+
+def _run(message: dict[str, Any], stream: list[int]) -> None:
+    """Become the command."""
+    argv, env = message["argv"], message["env"]
+    path = _look(argv[0], env.get("PATH", ""))
+    for number, descriptor in enumerate([fcntl.fcntl(one, fcntl.F_DUPFD_CLOEXEC, 10) for one in stream]):
+        os.dup2(descriptor, number)
+    try:
+        os.execve(path, [os.fsencode(word) for word in argv], env)
+    except OSError as error:
+        if error.errno == errno.E2BIG:
+            os.write(2, b"exec %s: argument list too long\n" % os.fsencode(path))
+            os._exit(1)
+        raise NoStart('exec: "%s": %s' % (argv[0], os.strerror(error.errno or 0).lower())) from error
+
+
+def _look(name: str, path: str) -> str:
+    if "/" in name:
+        if not os.path.exists(name):
+            raise NoStart('exec: "%s": stat %s: no such file or directory' % (name, name))
+        if os.path.isdir(name) or not os.access(name, os.X_OK):
+            raise NoStart('exec: "%s": permission denied' % name)
+        return name
+    for directory in path.split(":"):
+        whole = os.path.join(directory or ".", name)
+        if os.path.isfile(whole) and os.access(whole, os.X_OK):
+            return whole
+    raise NoStart('exec: "%s": executable file not found in $PATH' % name)
+
+
+def main(config: Mapping[str, Any]) -> None:
+    """Be the parent of containers. *config* has the descriptor of the ``control`` socket; the rest comes over it."""
+    control = socket.socket(fileno=config["control"])
+
+    def never(*_: Any, **__: Any) -> None:
+        raise AssertionError("containers run programs, and no runner")
+
+    try:
+        ContainerHost(control, json.loads(control.recv(1024 * 1024).decode()), never).run()
+    except (OSError, jail.JailError) as error:
+        sys.exit("host: %s" % error)
