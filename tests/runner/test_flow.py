@@ -264,6 +264,42 @@ def test_kill_ends_a_command_that_never_reads(driver: Driver) -> None:
     assert (exit_["code"], exit_["limit"]) == (137, "killed")
 
 
+def test_kill_reaches_a_command_that_is_being_drained(driver: Driver) -> None:
+    """A command whose main process is gone, and whose child holds its output, ends once, as killed, with the child."""
+    for grace in (0.0, 0.5):
+        number = driver.start(script="(trap '' TERM; while :; do sleep 0.0351; done) & echo $!")
+        main = frames.load(driver.receive().payload)["pid"]
+        child = int(driver.receive().payload)
+        while Path(f"/proc/{main}").exists():
+            pass
+        driver.kill(number, grace=grace)
+        while (frame := driver.receive()).type != frames.EXIT:
+            pass
+
+        exit_ = frames.load(frame.payload)
+        assert (exit_["code"], exit_["survivors"]) == (0, [])
+        # On a machine that is slow enough, the command was over before it could be killed.
+        assert (exit_["limit"], [pid for pid, _ in exit_["leftovers"]]) in (("killed", []), (None, [child]))
+        if exit_["limit"] is None:
+            assert driver.run(argv=["kill", "-9", str(child)]).exit["code"] == 0
+        assert driver.run(argv=["true"]).exit["code"] == 0
+
+
+def test_kill_reaches_a_command_whose_words_nobody_takes(driver: Driver) -> None:
+    """Who asks for the end does not have to take the output first: EXIT comes without credit."""
+    script = "sleep 60 > /dev/null 2>&1 & printf '%60000d' 1; touch flow-words"
+    number = driver.started(script=script, window=10)
+    wait_for(driver, "flow-words")
+    driver.kill(number)
+
+    while (frame := driver.receive()).type != frames.EXIT:
+        pass
+
+    exit_ = frames.load(frame.payload)
+    assert (exit_["limit"], exit_["stdout"], exit_["leftovers"]) == ("killed", 10, [])
+    assert running(driver, b"sleep\x0060") == []
+
+
 def test_input_that_nobody_reads_is_swallowed(driver: Driver) -> None:
     """A command that closes its standard input gets rid of the rest, and the driver its credit back."""
     result = driver.run(bytes(8 * MIB), script="exec 0<&-; echo closed")

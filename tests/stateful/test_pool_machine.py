@@ -6,11 +6,12 @@ from __future__ import annotations
 from random import Random
 
 import hypothesis.strategies as st
+import pytest
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from agentsandbox.errors import ImagePullFailed, PoolClosed, ProvisionError, Throttled
-from agentsandbox.warmpool.book import Create, Destroy, Grant, PoolBook, Refuse, Waiter
+from agentsandbox.errors import ImagePullFailed, PoolClosed, ProvisionError, Throttled, UsageError
+from agentsandbox.warmpool.book import Create, Destroy, Grant, PoolBook, Recycle, Refuse, Waiter
 from agentsandbox.warmpool.lease import State
 from agentsandbox.warmpool.ratelimit import AdaptiveLimiter
 from agentsandbox.warmpool.replenisher import Replenisher
@@ -31,8 +32,9 @@ class PoolMachine(RuleBasedStateMachine):
         cap=st.integers(1, 12),
         in_flight=st.integers(1, 5),
         rate=st.sampled_from([None, 1.0]),
+        reuse=st.booleans(),
     )
-    def open(self, sizes, spares, cap, in_flight, rate):
+    def open(self, sizes, spares, cap, in_flight, rate, reuse):
         self.now = 0.0
         self.all_images = {}
         self.images = dict(zip(IMAGES, sizes, strict=True))
@@ -47,6 +49,11 @@ class PoolMachine(RuleBasedStateMachine):
                 limiter=AdaptiveLimiter(rate=rate, random=Random(0)),
             ),
         )
+        self.book.recycles = lambda _name: reuse
+        self.undecided: set[str] = set()
+        self.recycling: dict[str, str] = {}
+        self.lost_meanwhile: set[str] = set()
+        self.recycled = 0
         self.creating: dict[str, str] = {}
         self.free: dict[str, str] = {}
         self.owners: dict[str, Waiter] = {}
@@ -71,6 +78,17 @@ class PoolMachine(RuleBasedStateMachine):
                 assert decision.name not in self.deleting
                 self.deleting[decision.name] = self.image_of[decision.name]
                 self.free.pop(decision.name, None)
+                self.undecided.discard(decision.name)
+            elif isinstance(decision, Recycle):
+                assert not self.closed
+                assert decision.name not in self.owners
+                assert decision.name not in self.recycling
+                self.free.pop(decision.name, None)
+                self.undecided.discard(decision.name)
+                if decision.image is None:
+                    self.undecided.add(decision.name)
+                else:
+                    self.recycling[decision.name] = decision.image
             elif isinstance(decision, Grant):
                 self.granted(decision)
             else:
@@ -140,7 +158,50 @@ class PoolMachine(RuleBasedStateMachine):
         waiter = self.owners.pop(name)
         self.remember(name, waiter.image)
         self.perform(self.book.release(waiter.grant, self.now))
+        assert name in self.deleting or name in self.undecided
+        with pytest.raises(UsageError):
+            self.book.release(waiter.grant, self.now)
+
+    @precondition(lambda self: self.undecided and not self.closed)
+    @rule(data=st.data())
+    def it_is_decided_what_becomes_of_a_released_one(self, data):
+        name = self.pick(data, self.undecided)
+        self.undecided.discard(name)
+        self.lost_meanwhile.discard(name)
+        self.perform(self.book.decide(name, self.now))
+        assert name in self.deleting or name in self.recycling
+        assert [] == self.book.decide(name, self.now)
+
+    @precondition(lambda self: self.recycling)
+    @rule(data=st.data())
+    def recycling_ends_well(self, data):
+        self.renew(self.pick(data, self.recycling))
+
+    def renew(self, name):
+        image = self.recycling.pop(name)
+        self.remember(name, image)
+        if name in self.lost_meanwhile:
+            self.lost_meanwhile.discard(name)
+        else:
+            self.free[name] = image
+            self.recycled += 1
+        self.perform(self.book.recycled(name, self.now))
+
+    @precondition(lambda self: self.recycling)
+    @rule(data=st.data(), error=st.sampled_from([ProvisionError("x"), ImagePullFailed("no"), None]))
+    def recycling_ends_badly(self, data, error):
+        name = self.pick(data, self.recycling)
+        self.remember(name, self.recycling.pop(name))
+        self.lost_meanwhile.discard(name)
+        self.perform(self.book.not_recycled(name, error, self.now))
         assert name in self.deleting
+
+    @precondition(lambda self: self.recycling or self.undecided)
+    @rule(data=st.data())
+    def lose_what_nobody_holds(self, data):
+        name = self.pick(data, [*self.recycling, *self.undecided])
+        self.lost_meanwhile.add(name)
+        self.perform(self.book.lost(name, self.now))
 
     @precondition(lambda self: self.owners)
     @rule(data=st.data())
@@ -166,7 +227,13 @@ class PoolMachine(RuleBasedStateMachine):
                 self.confirm(name)
             for name in list(self.creating):
                 self.make(name)
-            if not self.creating and not self.deleting:
+            for name in list(self.undecided) if not self.closed else ():
+                self.undecided.discard(name)
+                self.lost_meanwhile.discard(name)
+                self.perform(self.book.decide(name, self.now))
+            for name in list(self.recycling):
+                self.renew(name)
+            if not self.creating and not self.deleting and not self.recycling:
                 break
 
     def make(self, name):
@@ -241,14 +308,19 @@ class PoolMachine(RuleBasedStateMachine):
     @invariant()
     def nothing_is_lost_or_doubled(self):
         counts = self.book.counts
-        assert len(self.book.lives) == len(self.creating) + len(self.free) + len(self.owners) + len(self.deleting)
+        becoming = len(self.undecided) + len(self.recycling)
+        assert len(self.book.lives) == sum(
+            map(len, (self.creating, self.free, self.owners, self.deleting, self.undecided, self.recycling))
+        )
+        assert counts[State.RECYCLING] == becoming - len(self.lost_meanwhile)
+        assert self.recycled == self.book.recycled_total
         assert len(self.names) == len(self.book.lives) + self.gone + self.failed
         assert (self.made, self.failed, self.gone) == (
             self.book.created_total,
             self.book.failed_total,
             self.book.deleted_total,
         )
-        assert counts[State.LEASED] + counts[State.LOST] == len(self.owners)
+        assert counts[State.LEASED] + counts[State.LOST] == len(self.owners) + len(self.lost_meanwhile)
         assert counts[State.READY] == len(self.free)
         assert counts[State.DELETING] == len(self.deleting)
         assert self.book.stuck == len(self.stuck)
@@ -283,6 +355,7 @@ class PoolMachine(RuleBasedStateMachine):
             if not self.book.matcher.servable(image):
                 continue
             busy = len(self.creating) >= self.in_flight or image in self.creating.values()
+            busy = busy or image in self.recycling.values() or bool(self.undecided)
             full = len(self.book.lives) >= self.cap and (
                 bool(self.deleting) or not any(not self.queues[i] and not self.returning[i] for i in self.free.values())
             )
@@ -297,7 +370,7 @@ class PoolMachine(RuleBasedStateMachine):
         for name in list(self.creating):
             self.book.failed(name, None, self.now)
         left = self.book.sweep()
-        assert set(left) == {*self.free, *self.owners, *self.deleting}
+        assert set(left) == {*self.free, *self.owners, *self.deleting, *self.undecided, *self.recycling}
         for name in left:
             self.book.deleted(name, self.now)
         assert {} == self.book.lives

@@ -142,6 +142,27 @@ class Backend(ABC):
 
         """
 
+    def can_recycle(self, sandbox: BackendSandbox) -> bool:  # noqa: ARG002 - others answer by it
+        """Whether :meth:`recycle` is likely to work for a sandbox, and faster than making another one."""
+        return False
+
+    async def recycle(self, sandbox: BackendSandbox, spec: SandboxSpec, name: str) -> BackendSandbox:
+        """
+        Make a used sandbox a fresh one in the same place, from the same or another spec, without trusting its contents.
+
+        The old one is of no use from the call on. If this raises or is cancelled, destroy the old one.
+
+        Args:
+            sandbox: The old one.
+            spec: From what the new one is made.
+            name: Its name; it may be the old one's.
+
+        Raises:
+            ProvisionError: If it did not work.
+
+        """
+        raise UsageError(f"backend {self.name!r} cannot recycle {sandbox.name} as {name} of {spec.image!r}")
+
     @abstractmethod
     async def destroy(self, sandbox: BackendSandbox) -> None:
         """

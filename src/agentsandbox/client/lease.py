@@ -363,7 +363,7 @@ class Lease:
         tenure, self._tenure = self._tenure, None
         if tenure is not None:
             self._death = tenure.lost
-            self._engine.release(tenure)
+            self._engine.release(tenure, discard=discard)
         self._emit("lease.released", discard=discard)
 
     async def __aenter__(self) -> Self:

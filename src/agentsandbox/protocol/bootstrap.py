@@ -43,7 +43,6 @@ WAITING_GREETING = b"stub\n"
 _RUNNER = "agentsandbox.protocol.runner"
 
 _MODULES = (
-    "archives",
     "attached",
     "attaching",
     "commands",
@@ -53,6 +52,7 @@ _MODULES = (
     "killing",
     "loop",
     "pipes",
+    "place",
     "poller",
     "processes",
     "requests",
@@ -156,6 +156,7 @@ getattr(importlib.import_module("%s"), "%s")(json.loads(%r))
 def runner_modules() -> tuple[str, ...]:
     """Return the names of the modules that every runner needs, in order."""
     return (
+        "agentsandbox.protocol.archives",
         "agentsandbox.protocol.connection",
         "agentsandbox.protocol.frames",
         *(f"{_RUNNER}.{name}" for name in _MODULES),

@@ -12,13 +12,13 @@ import errno
 import os
 import socket
 import stat
-import tarfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import anyio
 
 from agentsandbox.errors import StreamBroken
+from agentsandbox.protocol import archives
 from agentsandbox.session.files import builtin, in_thread
 from agentsandbox.transport.pipe import SocketStream
 
@@ -32,23 +32,8 @@ __all__ = ["download_dir", "upload_dir"]
 TIMEOUT = 3600.0
 """Seconds that copying a directory may take."""
 
-BLOCK = 256 * 1024
-"""Bytes of a tar stream handed over at a time."""
-
-MAX_HEADER = 1024 * 1024
-"""Bytes that the name or the attributes of one member may take."""
-
-MAX_TRAILER = 1024 * 1024
-"""Bytes after the end of an archive that are still taken for padding."""
-
-EXTENSIONS = (
-    tarfile.XHDTYPE,
-    tarfile.XGLTYPE,
-    tarfile.SOLARIS_XHDTYPE,
-    tarfile.GNUTYPE_LONGNAME,
-    tarfile.GNUTYPE_LONGLINK,
-)
-"""Members that :mod:`tarfile` reads into memory whole."""
+MODES = 0o755
+"""Permissions that what comes out of a sandbox may have: nothing runs as its owner, and nobody else writes to it."""
 
 
 async def upload_dir(calls: Calls, source: Path, target: str, *, user: str | int | None) -> None:
@@ -68,7 +53,7 @@ async def upload_dir(calls: Calls, source: Path, target: str, *, user: str | int
 
         await builtin(calls, "unpack", target, {}, user=user, timeout=TIMEOUT, stdin=pieces())
 
-    await _beside(lambda sock: _pack(source, sock), transfer)
+    await _beside(lambda sock: archives.pack(os.fsencode(source), sock.fileno()), transfer)
 
 
 async def download_dir(calls: Calls, source: str, target: Path, *, user: str | int | None) -> None:
@@ -85,17 +70,17 @@ async def download_dir(calls: Calls, source: str, target: Path, *, user: str | i
         await builtin(calls, "pack", source, {}, user=user, timeout=TIMEOUT, on_output=take)
 
     try:
-        await _beside(lambda sock: _unpack(sock, target), transfer)
-    except tarfile.FilterError as error:
+        await _beside(lambda sock: archives.unpack(os.fsencode(target), sock.fileno(), modes=MODES), transfer)
+    except archives.Refused as error:
         # The episode's doing: such a link is nothing that a tree outside of the sandbox can have.
-        raise PermissionError(errno.EPERM, f"refused: {error}", error.tarinfo.name) from error
-    except tarfile.TarError as error:
+        raise PermissionError(errno.EPERM, f"refused: {error}", source) from error
+    except archives.Malformed as error:
         calls.link.lose(StreamBroken("damaged", f"the archive of {source!r} is damaged: {error}"))
         raise calls.loss() from error
 
 
 async def _beside(
-    work: Callable[[socket.socket], None], transfer: Callable[[SocketStream, list[Exception]], Awaitable[None]]
+    work: Callable[[socket.socket], object], transfer: Callable[[SocketStream, list[Exception]], Awaitable[None]]
 ) -> None:
     """
     Run *work* in a thread with one end of a socket pair and *transfer* here with the other.
@@ -126,57 +111,3 @@ async def _beside(
                 await stream.aclose()
     for first in (*raised, *failure):
         raise first
-
-
-def _pack(source: Path, sock: socket.socket) -> None:
-    def plain(member: tarfile.TarInfo) -> tarfile.TarInfo | None:
-        # Forget inodes, so that hard links become files, and members, so that memory stays bounded.
-        archive.inodes.clear()  # type: ignore[attr-defined]
-        archive.members.clear()  # type: ignore[attr-defined]
-        member.uid = member.gid = 0
-        member.uname = member.gname = ""
-        return member if member.isreg() or member.isdir() or member.issym() else None
-
-    with (
-        sock.makefile("wb", buffering=BLOCK) as file,
-        tarfile.open(fileobj=file, mode="w|", format=tarfile.PAX_FORMAT, bufsize=BLOCK) as archive,
-    ):
-        archive.add(source, arcname=".", filter=plain)
-
-
-class _Member(tarfile.TarInfo):
-    def _proc_member(self, archive: tarfile.TarFile) -> tarfile.TarInfo:
-        if self.type in EXTENSIONS and self.size > MAX_HEADER:
-            raise tarfile.ReadError(f"a header of {self.size} bytes")
-        return super()._proc_member(archive)  # type: ignore[misc, no-any-return]
-
-
-def _unpack(sock: socket.socket, target: Path) -> None:
-    links: set[str] = set()
-
-    def safe(member: tarfile.TarInfo, path: str) -> tarfile.TarInfo:
-        # Nothing is ever written through a link that came out of the archive, wherever it points.
-        name = os.path.normpath(member.name)
-        parts = name.split("/")
-        if any("/".join(parts[: count + 1]) in links for count in range(len(parts))):
-            raise tarfile.OutsideDestinationError(member, path)
-        if member.islnk():
-            raise tarfile.SpecialFileError(member)
-        checked = tarfile.data_filter(member, path)
-        if checked.issym():
-            links.add(name)
-        return checked
-
-    target.mkdir(parents=True, exist_ok=True)
-    with (
-        sock.makefile("rb", buffering=BLOCK) as file,
-        tarfile.open(fileobj=file, mode="r|", bufsize=BLOCK, tarinfo=_Member, errors="surrogateescape") as archive,
-    ):
-        for member in archive:
-            archive.extract(member, target, filter=safe)
-            archive.members.clear()  # type: ignore[attr-defined]
-        trailer = 0
-        while data := file.read(BLOCK):
-            trailer += len(data)
-            if trailer > MAX_TRAILER:
-                raise tarfile.ReadError("data after the end of the archive")

@@ -10,17 +10,17 @@ from __future__ import annotations
 import copy
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import attrs
 
-from agentsandbox.errors import PoolClosed, ProvisionError, UsageError
+from agentsandbox.errors import ImagePullFailed, PoolClosed, ProvisionError, SandboxError, UsageError
 from agentsandbox.warmpool.lease import Action, Input, SandboxLife, State
 from agentsandbox.warmpool.matching import Matcher
 from agentsandbox.warmpool.replenisher import Breaker, Demand, Evict, Make, Replenisher
 
-__all__ = ["Create", "Decision", "Destroy", "Grant", "PoolBook", "Refuse", "Waiter"]
+__all__ = ["Create", "Decision", "Destroy", "Grant", "PoolBook", "Recycle", "Refuse", "Waiter"]
 
 
 @attrs.define(eq=False, repr=False)
@@ -62,6 +62,8 @@ class Grant:
     """Which grant of it this is: what the holder shows when it gives it back."""
     ready_at: float
     """Since when the sandbox had been ready."""
+    reused: bool = False
+    """Whether its place had served somebody before."""
 
 
 @attrs.frozen
@@ -92,7 +94,17 @@ class Destroy:
     """Which."""
 
 
-Decision = Grant | Refuse | Create | Destroy
+@attrs.frozen
+class Recycle:
+    """Have a sandbox become a fresh one in the same place."""
+
+    name: str
+    """Which."""
+    image: str | None
+    """Of what; ``None`` is to be decided in a moment by :meth:`PoolBook.decide`: who released it may be about to ask."""
+
+
+Decision = Grant | Refuse | Create | Destroy | Recycle
 """Something to be done."""
 
 
@@ -120,12 +132,17 @@ class PoolBook:
         """Sandboxes that it could not make."""
         self.deleted_total = 0
         """Sandboxes that are verified gone."""
+        self.recycled_total = 0
+        """Sandboxes that became fresh ones in the same place."""
+        self.recycles: Callable[[str], bool] = lambda _name: False
+        """Whether a sandbox can become a fresh one in the same place; set by whoever knows the backend."""
         self.closed = False
         """Whether nobody is granted anything any more."""
         self._images = {image: Counter[State]() for image in images}
         self._prefix = prefix
         self._number = 0
         self._stuck: set[str] = set()
+        self._undecided: set[str] = set()
 
     @property
     def wake_at(self) -> float:
@@ -166,9 +183,45 @@ class PoolBook:
         """Take back a sandbox that its holder never touched."""
         return self._let_go(grant, Input.HAND_BACK, now)
 
-    def release(self, grant: Grant, now: float) -> list[Decision]:
-        """Take back a sandbox from its holder."""
-        return self._let_go(grant, Input.RELEASE, now)
+    def release(self, grant: Grant, now: float, *, discard: bool = False) -> list[Decision]:
+        """Take back a sandbox from its holder; *discard* has it removed even if it could become a fresh one."""
+        life = self._held(grant)
+        if discard or self.closed or life.state is not State.LEASED or not self.recycles(life.name):
+            return self._let_go(grant, Input.RELEASE, now)
+        done = self._apply(life, Input.RECYCLE)
+        self._undecided.add(life.name)
+        self.matcher.leave(life.image)
+        return [*done, Recycle(life.name, None), *self._settle(life.image, now)]
+
+    def decide(self, name: str, now: float) -> list[Decision]:
+        """Say what a released sandbox becomes."""
+        if name not in self._undecided:
+            return []
+        self._undecided.discard(name)
+        life = self.lives[name]
+        before = life.image
+        if life.state is State.RECYCLING and not self.closed and self._reassign(life):
+            return [Recycle(name, life.image), *self._settle(before, now)]
+        return [*self._apply(life, Input.REMOVE), *self._settle(before, now)]
+
+    def recycled(self, name: str, now: float) -> list[Decision]:
+        """Note that a sandbox became a fresh one."""
+        life = self.lives[name]
+        if life.state is not State.RECYCLING:  # lost meanwhile, or the pool was closed
+            done = self._apply(life, Input.REMOVE) if life.state is State.LOST else []
+            return [*done, *self._settle(life.image, now)]
+        self.recycled_total += 1
+        life.recycled += 1
+        life.ready_at = now
+        return [*self._apply(life, Input.VERIFIED), *self._settle(life.image, now)]
+
+    def not_recycled(self, name: str, error: BaseException | None, now: float) -> list[Decision]:
+        """Note that a sandbox did not become a fresh one, and why; it is removed."""
+        life = self.lives[name]
+        if isinstance(error, SandboxError) and (isinstance(error, ImagePullFailed) or not error.retryable):
+            self.replenisher.failed(life.image, error, now)  # the image's fault, not the place's
+        event = {State.RECYCLING: Input.UNVERIFIED, State.LOST: Input.REMOVE}.get(life.state)
+        return [*(self._apply(life, event) if event else ()), *self._settle(life.image, now)]
 
     def replace(self, grant: Grant, waiter: Waiter, now: float) -> list[Decision]:
         """Take back a sandbox from its holder, who keeps its place and waits for a fresh one before everybody else."""
@@ -229,7 +282,7 @@ class PoolBook:
                 self._apply(life, Input.RELEASE)
             elif life.state is State.READY:
                 self._apply(life, Input.EVICT)
-            elif life.state is State.LOST:
+            elif life.state in (State.LOST, State.RECYCLING):
                 self._apply(life, Input.REMOVE)
         return [name for name, life in self.lives.items() if life.state is State.DELETING]
 
@@ -267,11 +320,22 @@ class PoolBook:
                 del self.lives[life.name]
         return decisions
 
-    def _count(self, image: str, before: State | None, after: State) -> None:
+    def _count(self, image: str, before: State | None, after: State | None) -> None:
         for counts in (self.counts, self._images[image]):
             if before is not None:
                 counts[before] -= 1
-            counts[after] += 1
+            if after is not None:
+                counts[after] += 1
+
+    def _reassign(self, life: SandboxLife) -> bool:
+        """Give a sandbox that becomes a fresh one the image that is wanted most; whether any is wanted."""
+        self._count(life.image, State.RECYCLING, None)
+        self._update(life.image)
+        image = self.replenisher.reuse(life.image)
+        life.image = life.image if image is None else image
+        self._count(life.image, None, State.RECYCLING)
+        self._update(life.image)
+        return image is not None
 
     def _settle(self, image: str, now: float) -> list[Decision]:
         if self.closed:
@@ -280,7 +344,7 @@ class PoolBook:
         for waiter, name in self.matcher.match(image):
             life = self.lives[name]
             self._apply(life, Input.GRANT)
-            waiter.grant = Grant(waiter, name, life.generation, life.ready_at or 0.0)
+            waiter.grant = Grant(waiter, name, life.generation, life.ready_at or 0.0, life.recycled > 0)
             decisions.append(waiter.grant)
         if (breaker := self.replenisher.refusal(image)) is not None and not self.matcher.ready(image):
             decisions += [self._refuse(waiter, _why(image, breaker, now)) for waiter in self.matcher.dismiss(image)]
@@ -293,7 +357,7 @@ class PoolBook:
             image,
             Demand(
                 held=counts[State.LEASED] + counts[State.RESETTING] + counts[State.LOST],
-                creating=counts[State.CREATING] + counts[State.HYDRATING],
+                creating=counts[State.CREATING] + counts[State.HYDRATING] + counts[State.RECYCLING],
                 ready=counts[State.READY],
                 servable=self.matcher.servable(image),
                 waiting=self.matcher.waiting(image),
@@ -308,7 +372,7 @@ class PoolBook:
             now,
             alive=len(self.lives),
             creating=counts[State.CREATING] + counts[State.HYDRATING],
-            going=counts[State.DELETING] - len(self._stuck),
+            going=counts[State.DELETING] - len(self._stuck) + len(self._undecided),
         )
         decisions: list[Decision] = []
         for action in plan:
@@ -327,7 +391,12 @@ class PoolBook:
         return Create(name, image)
 
     def _evict(self, action: Evict) -> list[Decision]:
-        decisions = self._apply(self.lives[self.matcher.oldest(action.image)], Input.EVICT)
+        life = self.lives[self.matcher.oldest(action.image)]
+        if self.recycles(life.name):
+            self._apply(life, Input.RECYCLE)
+            self._reassign(life)
+            return [Recycle(life.name, life.image)]
+        decisions = self._apply(life, Input.EVICT)
         self._update(action.image)
         return decisions
 

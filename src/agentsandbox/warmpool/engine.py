@@ -16,7 +16,7 @@ import anyio.lowlevel
 from tenacity import AsyncRetrying, stop_after_attempt, wait_exponential, wait_random
 
 from agentsandbox.errors import AcquireTimeout, ProvisionError, SandboxError, SandboxLost
-from agentsandbox.warmpool.book import Create, Decision, Destroy, Grant, PoolBook, Waiter
+from agentsandbox.warmpool.book import Create, Decision, Destroy, Grant, PoolBook, Recycle, Waiter
 from agentsandbox.warmpool.lease import State
 from agentsandbox.warmpool.publishing import Publisher
 from agentsandbox.warmpool.statistics import PoolStatistics
@@ -34,6 +34,8 @@ _log = logging.getLogger("agentsandbox.warmpool")
 _DESTROY_ATTEMPTS = 5
 _DESTROYS_AT_ONCE = 64
 _ARRIVALS_BEYOND_TARGET = 3
+_BEAT = 0.02
+"""Seconds in which whoever released a sandbox may ask for the next one, before it is decided what it becomes."""
 
 
 class Engine:
@@ -65,6 +67,7 @@ class Engine:
         self._specs = specs
         self._targets = targets
         self._book = book
+        book.recycles = self._recycles
         self._publisher = Publisher(sinks)
         self.emit = self._publisher.emit
         """Tell every sink that something happened."""
@@ -160,10 +163,11 @@ class Engine:
         self._perform(self._book.replace(tenure.grant, waiter, now))
         return await self._obtain(waiter, timeout)
 
-    def release(self, tenure: Tenure) -> None:
-        """Give back a sandbox; it is removed in the background."""
+    def release(self, tenure: Tenure, *, discard: bool = False) -> None:
+        """Give back a sandbox; it is removed, or becomes a fresh one, in the background."""
         if self._forget(tenure):
-            self._perform(self._book.release(tenure.grant, anyio.current_time()))
+            discard = discard or tenure.lost is not None
+            self._perform(self._book.release(tenure.grant, anyio.current_time(), discard=discard))
 
     def lose(self, tenure: Tenure, error: SandboxLost) -> None:
         """Note that a sandbox in somebody's hands is not to be used any more. It is removed when it is released."""
@@ -196,7 +200,7 @@ class Engine:
             leased=counts[State.LEASED],
             ready=counts[State.READY],
             creating=counts[State.CREATING] + counts[State.HYDRATING],
-            resetting=counts[State.RESETTING],
+            resetting=counts[State.RESETTING] + counts[State.RECYCLING],
             quarantined=counts[State.QUARANTINED],
             lost=counts[State.LOST],
             deleting=counts[State.DELETING],
@@ -206,6 +210,7 @@ class Engine:
             created_total=self._book.created_total,
             failed_total=self._book.failed_total,
             deleted_total=self._book.deleted_total,
+            recycled_total=self._book.recycled_total,
             granted_total=self.granted_total,
             last_error=None if last is None else f"{type(last).__name__}: {last}",
         )
@@ -286,12 +291,17 @@ class Engine:
                 self._start(self._create, decision.name, decision.image)
             elif isinstance(decision, Destroy):
                 self._start(self._destroy, decision.name)
+            elif isinstance(decision, Recycle):
+                self._start(self._recycle, decision.name, decision.image)
             elif decision.waiter.wake is not None:
                 decision.waiter.wake()
         if self._alarm is not None and self._alarm.deadline != self._book.wake_at:
             self._alarm.deadline = self._book.wake_at
 
-    def _start(self, function: Any, *args: str) -> None:
+    def _recycles(self, name: str) -> bool:
+        return self._group is not None and self.backend.can_recycle(self._sandboxes[name])
+
+    def _start(self, function: Any, *args: str | None) -> None:
         # Without a group the pool is over, and the sweep removes whatever there is.
         if self._group is not None:
             self._group.start_soon(function, *args)
@@ -323,6 +333,27 @@ class Engine:
             now = anyio.current_time()
             self.emit("sandbox.ready", now, sandbox=name, image=image, node=sandbox.node)
             self._perform(self._book.created(name, now))
+
+    async def _recycle(self, name: str, image: str | None) -> None:
+        if image is None:
+            await anyio.sleep(_BEAT)
+            self._perform(self._book.decide(name, anyio.current_time()))
+            return
+        began = anyio.current_time()
+        try:
+            sandbox = await self.backend.recycle(self._sandboxes[name], self._specs[image], name)
+        except Exception as error:  # noqa: BLE001 - whatever it was, the sandbox is removed, and another one is made
+            now = anyio.current_time()
+            self.emit("sandbox.not_recycled", now, sandbox=name, image=image, error=f"{type(error).__name__}: {error}")
+            self._perform(self._book.not_recycled(name, error, now))
+        except BaseException:
+            self._close()
+            raise
+        else:
+            self._sandboxes[name] = sandbox
+            now = anyio.current_time()
+            self.emit("sandbox.ready", now, sandbox=name, image=image, node=sandbox.node, recycled=now - began)
+            self._perform(self._book.recycled(name, now))
 
     def _failed(self, name: str, error: SandboxError) -> None:
         now = anyio.current_time()

@@ -6,6 +6,8 @@ The life of one sandbox as one table.
 
     creating → hydrating → ready → leased → resetting → ready
                                             resetting → quarantined → deleting → gone
+                           ready, leased → recycling → ready
+                                           recycling → quarantined → deleting → gone
     any → lost → deleting → gone
 
 What the table does not name cannot happen: it is a :exc:`~agentsandbox.errors.UsageError`.
@@ -37,6 +39,8 @@ class State(StrEnum):
     """Exclusively one attempt's."""
     RESETTING = "resetting"
     """Still that attempt's, being made like new."""
+    RECYCLING = "recycling"
+    """Nobody's, becoming a fresh sandbox of the same or of another image in the same place."""
     QUARANTINED = "quarantined"
     """It could not be shown to be like new: never granted again."""
     DELETING = "deleting"
@@ -68,6 +72,8 @@ class Input(StrEnum):
     """It could not be shown to be like new."""
     RELEASE = "release"
     """Its holder is done with it."""
+    RECYCLE = "recycle"
+    """Its holder is done with it, or its room is needed for another image, and it can become another one."""
     EVICT = "evict"
     """Its room is needed for another image."""
     LOSE = "lose"
@@ -104,6 +110,13 @@ def _table() -> dict[tuple[State, Input], tuple[State, tuple[Action, ...]]]:
         (State.RESETTING, Input.VERIFIED): (State.READY, (Action.OFFER,)),
         (State.RESETTING, Input.UNVERIFIED): (State.QUARANTINED, (Action.REMOVE,)),
         (State.RESETTING, Input.RELEASE): (State.DELETING, (Action.DESTROY,)),
+        (State.LEASED, Input.RECYCLE): (State.RECYCLING, ()),
+        (State.READY, Input.RECYCLE): (State.RECYCLING, (Action.WITHDRAW,)),
+        (State.RECYCLING, Input.VERIFIED): (State.READY, (Action.OFFER,)),
+        (State.RECYCLING, Input.UNVERIFIED): (State.QUARANTINED, (Action.REMOVE,)),
+        (State.RECYCLING, Input.REMOVE): (State.DELETING, (Action.DESTROY,)),
+        # Whoever makes it another one sees it through.
+        (State.RECYCLING, Input.LOSE): (State.LOST, ()),
         (State.QUARANTINED, Input.REMOVE): (State.DELETING, (Action.DESTROY,)),
         # A lost sandbox that somebody holds stays lost until its holder lets go: the holder must see why.
         (State.LEASED, Input.LOSE): (State.LOST, ()),
@@ -170,6 +183,8 @@ class SandboxLife:
     """Counts its grants. Who holds an older number holds nothing."""
     ready_at: float | None = None
     """When it became ready, in seconds on the driver's monotonic clock."""
+    recycled: int = 0
+    """How often it became a fresh one in the same place."""
 
     def apply(self, event: Input) -> tuple[Action, ...]:
         """

@@ -209,6 +209,22 @@ class Replenisher:
             actions.append(Make(image))
         return actions
 
+    def reuse(self, image: str) -> str | None:
+        """
+        Choose what a sandbox that can become any other one becomes; it must not be in the counts any more.
+
+        Args:
+            image: What it was. It stays that if it is wanted as much as another one.
+
+        Returns:
+            An image, or ``None`` if there are enough of all of them.
+
+        """
+        for queue in (self._urgent, self._lacking):
+            if queue:
+                return image if image in queue else next(iter(queue))
+        return None
+
     def created(self, image: str, now: float) -> None:
         """Note that a sandbox was made."""
         self._limiter.succeeded(now)

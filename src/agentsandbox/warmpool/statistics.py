@@ -40,6 +40,8 @@ class PoolStatistics:
     """Sandboxes that could not be made, ever."""
     deleted_total: int = 0
     """Sandboxes that are verified gone."""
+    recycled_total: int = 0
+    """Times that a sandbox became a fresh one in the same place, ever."""
     granted_total: int = 0
     """Leases that were granted, ever."""
     last_error: str | None = None

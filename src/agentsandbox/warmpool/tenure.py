@@ -36,5 +36,7 @@ class Tenure:
 
     @property
     def start(self) -> StartKind:
-        """How it was come by: warm if it was ready before it was asked for."""
-        return StartKind.WARM if self.grant.ready_at <= self.requested_at else StartKind.COLD
+        """How it was come by: warm or reused if it was ready before it was asked for."""
+        if self.grant.ready_at > self.requested_at:
+            return StartKind.COLD
+        return StartKind.REUSED if self.grant.reused else StartKind.WARM

@@ -96,7 +96,7 @@ def test_a_refused_input_changes_nothing():
 
 
 def test_only_a_fresh_an_untouched_or_a_verified_sandbox_is_offered():
-    """The three ways into the queue: made, handed back untouched, reset and verified."""
+    """The ways into the queue: made, handed back untouched, reset and verified, made anew in place."""
     offering = {(state, event) for (state, event), (_, actions) in TABLE.items() if Action.OFFER in actions}
 
     assert {
@@ -104,6 +104,7 @@ def test_only_a_fresh_an_untouched_or_a_verified_sandbox_is_offered():
         (State.HYDRATING, Input.CREATED),
         (State.LEASED, Input.HAND_BACK),
         (State.RESETTING, Input.VERIFIED),
+        (State.RECYCLING, Input.VERIFIED),
     } == offering
 
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import anyio
 
+from agentsandbox.backends.kubernetes.conditions import PodState, state_of
 from agentsandbox.backends.kubernetes.manifests import (
     DOMAIN,
     RESTART_EXIT_CODE,
@@ -25,7 +26,6 @@ from agentsandbox.errors import ProvisionError
 
 if TYPE_CHECKING:
     from agentsandbox.backends.kubernetes.api import KubernetesApi
-    from agentsandbox.backends.kubernetes.conditions import PodState
     from agentsandbox.backends.kubernetes.placing import Placer
     from agentsandbox.backends.kubernetes.sandbox import KubernetesSandbox
     from agentsandbox.backends.kubernetes.watch import Reflector
@@ -34,6 +34,9 @@ __all__ = ["Changer", "same_image"]
 
 LOOK = 0.08
 """Seconds that a kubelet takes to look at a Pod that has changed."""
+
+ALIAS = 10.0
+"""Seconds after which a container of the image that was before is taken for one of the new name."""
 
 LOOKED = 0.5
 """Seconds after a start in which its last look was surely later than its last knowledge of containers."""
@@ -73,6 +76,7 @@ class Changer:
         self._reflector = reflector
         self._placer = placer
         self._timeout = timeout
+        self._ids: dict[str, str] = {}
         self.restarted = 0
         """Containers made anew of the same image."""
         self.changed = 0
@@ -103,25 +107,42 @@ class Changer:
         assert old is not None
         sandbox.unwanted = True
         sandbox.unguard()
-        other = image != old.image
+        other = image != old.image and self._ids.get(image, "") != old.image_id
         if other:
             await self._announce(sandbox, image)
             await self._patch(sandbox, image_patch(sandbox.uid, image))
         await sandbox.session.aclose(shutdown=True, code=RESTART_EXIT_CODE)
 
-        def fresh(state: PodState) -> bool:
+        def anew(state: PodState) -> bool:
             new = state.identity
-            if new.restarts <= old.identity.restarts or new.instance in ("", old.identity.instance):
+            return new.restarts > old.identity.restarts and new.instance not in ("", old.identity.instance)
+
+        def fresh(state: PodState) -> bool:
+            if not anew(state):
                 return False
-            # Two names of the same image have the same id, and then it does not matter which of them runs.
             return not other or same_image(image, state.running_image) or state.image_id != old.image_id
 
-        state = await self._placer.ready(sandbox.pod, sandbox.uid, timeout=self._timeout, fresh=fresh)
+        state = await self._placer.ready(sandbox.pod, sandbox.uid, timeout=self._timeout, fresh=anew)
+        if not fresh(state):
+            # Either the kubelet has not heard of the new image yet, and makes yet another container; or the image is the
+            # same under two names, and then nothing more happens.
+            try:
+                state = await self._placer.ready(sandbox.pod, sandbox.uid, timeout=ALIAS, fresh=fresh)
+            except ProvisionError:
+                now = self._reflector.get(sandbox.uid)
+                if now is None or state_of(now).identity != state.identity:
+                    raise
+        self.learn(image, state)
         if other:
             self.changed += 1
         else:
             self.restarted += 1
         return state
+
+    def learn(self, image: str, state: PodState) -> None:
+        """Remember what an image turned out to be, for names of one and the same."""
+        if state.image_id:
+            self._ids[image] = state.image_id
 
     async def _announce(self, sandbox: KubernetesSandbox, image: str) -> None:
         """

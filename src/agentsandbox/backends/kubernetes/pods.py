@@ -251,7 +251,18 @@ class KubernetesBackend(Backend):
         state = await self._changer.renew(sandbox, spec.image)
         fresh = KubernetesSandbox(spec, name, sandbox.pod, sandbox.nonce, lambda: self.sink)
         fresh.uid = sandbox.uid
-        await self._open(fresh, state)
+        before = sandbox.session.facts.get("place")
+        try:
+            await self._open(fresh, state)
+            _same_place(before, fresh.session.facts.get("place"))
+        except BaseException:
+            fresh.unwanted = True
+            fresh.unguard()
+            session: Session | None = getattr(fresh, "session", None)
+            if session is not None:
+                with anyio.move_on_after(CLEANUP_LIMIT, shield=True):
+                    await session.aclose()
+            raise
         self._sandboxes[fresh.pod] = fresh
         return fresh
 
@@ -305,6 +316,7 @@ class KubernetesBackend(Backend):
             raise ProvisionError(f"the runner of Pod {sandbox.pod} could not be started: {error}") from error
         facts = sandbox.session.facts
         self._attacher.learn(state.image, facts.get("executable"))
+        self._changer.learn(state.image, state)
         sandbox.capabilities = self._capabilities(state, facts)
 
     async def _serve(self, sandbox: KubernetesSandbox, *, task_status: TaskStatus[None]) -> None:
@@ -395,6 +407,17 @@ def _still_there(sandbox: KubernetesSandbox) -> None:
     """Refuse a sandbox that was lost while it was made."""
     if sandbox.loss is not None:
         raise ProvisionError(f"Pod {sandbox.pod} {sandbox.loss}")
+
+
+def _same_place(before: Any, after: Any) -> None:
+    """Refuse a Pod in which something of the last container is left outside of its root file system."""
+    if not isinstance(before, dict) or not isinstance(after, dict):
+        raise ProvisionError("the runner does not say what is left of the container before")
+    left = list(after.get("left") or ()) + [
+        path for path, digest in (before.get("files") or {}).items() if (after.get("files") or {}).get(path) != digest
+    ]
+    if left:
+        raise ProvisionError(f"left of the container before: {', '.join(map(str, left))}")
 
 
 def _user() -> str:

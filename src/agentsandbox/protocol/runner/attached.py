@@ -13,6 +13,7 @@ import os
 import sys
 from typing import Any, Dict, Mapping
 
+from . import place
 from .loop import serve
 from .stream import Stream
 
@@ -43,6 +44,7 @@ def main(config: Mapping[str, Any]) -> None:
             user=config.get("user"),
             accept=listener,
             handed=True,
+            facts={"place": place.clean()},
         )
     )
 

@@ -278,6 +278,9 @@ class Command:
         self.limit = limit
         for timer in self._timers:
             timer.cancel()
+        if self._drain is not None:
+            self._drain.cancel()
+            self._drain = None
         self._kill = TreeKill(self.runner, self, grace)
 
     def killed(self, survivors: List[processes.Process]) -> None:

@@ -10,9 +10,7 @@ import signal
 import stat
 from typing import Any, Callable, Dict, Optional, Tuple
 
-from agentsandbox.protocol import frames
-
-from . import archives
+from agentsandbox.protocol import archives, frames
 
 CHUNK = 1024 * 1024
 

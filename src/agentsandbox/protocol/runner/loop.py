@@ -52,6 +52,7 @@ class Runner:
         user: Who they run as; ``None`` is the runner's own user.
         accept: A listening socket for streams beside the first one. With it, the runner outlives its stream.
         handed: Whether those who connect to it hand over a stream, as against being one.
+        facts: What else a driver is told.
 
     """
 
@@ -64,6 +65,7 @@ class Runner:
         user: Union[str, int, None],
         accept: Optional[int] = None,
         handed: bool = False,
+        facts: Optional[Mapping[str, Any]] = None,
     ) -> None:
         self.timers = Timers()
         self.connection = Connection(frames.TO_RUNNER)
@@ -77,6 +79,7 @@ class Runner:
             user=self._starter.default.name,
             users=self._starter.may_change,
         )
+        self.facts.update(facts or {})
         kernel.forbid_tracing()
         self._last = 0
         self._stream: Optional[Stream] = None
@@ -290,6 +293,7 @@ def serve(
     user: Union[str, int, None] = None,
     accept: Optional[int] = None,
     handed: bool = False,
+    facts: Optional[Mapping[str, Any]] = None,
 ) -> int:
     """
     Run commands for whoever is at the other end of a stream, until it is over.
@@ -305,6 +309,7 @@ def serve(
         accept: A listening socket. With it the runner waits for another driver when its stream ends; without it, it
             kills everything and returns.
         handed: Whether those who connect to *accept* hand over a stream, as against being one.
+        facts: What else a driver is told.
 
     Returns:
         What to exit with: 0, or what the driver asked for when it ended the runner.
@@ -315,7 +320,9 @@ def serve(
     ends = (stream, stream) if isinstance(stream, int) else stream
     first = Stream(*ends) if isinstance(ends, tuple) else ends
     try:
-        runner = Runner(nonce=nonce, base_env=base_env, workdir=workdir, user=user, accept=accept, handed=handed)
+        runner = Runner(
+            nonce=nonce, base_env=base_env, workdir=workdir, user=user, accept=accept, handed=handed, facts=facts
+        )
     except (NoUser, StartFailed) as error:
         if first is None:
             raise

@@ -66,7 +66,7 @@ class _Ask:
 
     def __init__(self, key: str, code: str, data: bytes) -> None:
         word = f"{key}.{secrets.token_hex(8)}"
-        self.code = f"{word}\n{code}\n{word}\n".encode()
+        self.code = f"{word}\n{code}\n{word}\n".encode("utf-8", "surrogateescape")
         self.data = data
         self.marker = f"\n{word} ".encode()
         self.done = anyio.Event()
@@ -188,19 +188,16 @@ class Control:
             SandboxLost: If the first connection could not be made; later losses only show in :attr:`lost`.
 
         """
-        started = False
         try:
             with anyio.CancelScope() as self._scope:
                 connection = await self._connected() if self.lost is None else None
                 while connection is not None:
-                    async with anyio.create_task_group() as group:
-                        await self._serve(connection, group.cancel_scope, None if started else task_status)
-                    started = started or self.connections > 0
+                    await self._serve(connection, None if self.connections else task_status)
                     connection = await self._connected() if self.lost is None else None
         finally:
             self.lose(StreamBroken("closed", "the session was closed"))
             self._ended.set()
-        if not started:
+        if not self.connections:
             raise self.loss()
 
     async def aclose(self) -> None:
@@ -247,9 +244,7 @@ class Control:
         ask.code = f"_ak={self._key}\n_ash={quote(self.shell)}{PROGRAM}.\n".encode() + ask.code
         return ask
 
-    async def _serve(
-        self, connection: ExecConnection, scope: anyio.CancelScope, task_status: TaskStatus[None] | None
-    ) -> None:
+    async def _serve(self, connection: ExecConnection, task_status: TaskStatus[None] | None) -> None:
         """Use one connection until it ends. What was asked and not answered is for the next one."""
         self._heard = anyio.current_time()
         self._said = b""
@@ -267,7 +262,6 @@ class Control:
             self._fail_all()
             with anyio.move_on_after(CLOSE, shield=True):
                 await connection.aclose()
-        scope.cancel()
         self._fruitless = 0 if self._answered > 1 else self._fruitless + 1
         self._answered = 0
         if not self._why:

@@ -17,7 +17,7 @@ import re
 import shlex
 from collections.abc import Mapping
 
-__all__ = ["BOOT", "LAUNCH", "PLACES", "PROGRAM", "exports", "quote"]
+__all__ = ["BOOT", "FUNCTIONS", "LAUNCH", "PLACES", "PROGRAM", "exports", "quote"]
 
 BOOT = '_al=;_ac=;while IFS= read -r _al&&[ "$_al" != . ];do _ac="$_ac$_al\n";done;eval "$_ac"'
 """Runs the code on its standard input up to a line with a dot; ``read`` takes no byte beyond it."""
@@ -31,11 +31,12 @@ LAUNCH = 'shopt -s execfail 2>/dev/null;trap "printf %s \\$? >\\"\\$0\\"" EXIT;e
 # How a command is started. What the shell puts into the background with "&" ignores SIGINT and SIGQUIT, and so does all
 # that it starts. So the loop starts a pipeline in the foreground, whose last member ends the process that waits for it:
 # the first one goes on by itself, with the signals as they were.
-PROGRAM = r"""
-_at(){ printf '%s\n' "$_ak $*" >&2;}
+FUNCTIONS = r"""
+exec 7>&2
+_at(){ printf '%s\n' "$_ak $*" >&7;}
 _aid(){ read -r _ai _ </proc/self/stat;}
 _anow(){ read -r _ac _ </proc/uptime;_ac=$((${_ac%.*}*100+1${_ac#*.}-100));}
-_afail(){ { printf 'F %s .\n' "$1" >"$_aS/$_an.exit";} 2>/dev/null;_at F "$_an" "$1";exit;}
+_afail(){ { printf '%s .\n' "F $_an $1" >"$_aS/$_an.exit";} 2>/dev/null;_at F "$_an" "$1";exit;}
 _aspawn(){
 if [ "$3" = live ];then ( _afeed "$1"|_awork "$@"|_adrop );else ( _awork "$@"|_adrop );fi
 _ar=sent
@@ -45,16 +46,22 @@ _awork(){
 [ "$3" = live ]||exec </dev/null
 exec >/dev/null
 trap '' PIPE
-_an=$1;_atoken=$2;_amode=$3;_amerge=$4
-_aid
-_aa=$_ai
+_an=$1;_atoken=$2;_amode=$3;_amerge=$4;_auname=$5
 set -C
 { printf '' >"$_aS/$_an.claim";} 2>/dev/null||{ [ -e "$_aS/$_an.claim" ]||_at F "$_an" no_state;exit;}
 set +C
-{ printf '%s\n' "$_aa" >"$_aS/$_an.watch"&&printf '' >"$_aS/$_an.out"&&printf '' >"$_aS/$_an.err";} 2>/dev/null||_afail full
+{ printf '' >"$_aS/$_an.out"&&printf '' >"$_aS/$_an.err";} 2>/dev/null||_afail full
+if [ "$_amerge" = 1 ];then _amain 2>&1|_acat out
+else { _amain|_acat out;} 2>&1|_acat err;fi
+[ -s "$_aS/$_an.rc" ]&&[ ! -s "$_aS/$_an.exit" ]||exit
+_aend
+}
+_amain(){
+_aid
+{ printf '%s\n' "$_ai" >"$_aS/$_an.watch";} 2>/dev/null||_afail full
 [ "$_amode" != file ]||[ -r "$_aS/$_an.in" ]||_afail no_state
 _apre=$_asetsid
-[ -z "$5" ]||_auser "$5"
+[ -z "$_auname" ]||_auser "$_auname"
 cd "$_acwd" 2>/dev/null||_afail no_cwd
 _anow
 _abegan=$_ac
@@ -68,32 +75,46 @@ if [ "$_aprog" ];then _alook "$_aprog";[ -z "$_aw" ]||{ printf '%s' "$_aw" >"$_a
 _at S "$_an" "$_ai"
 export AGENTSANDBOX_MARK="$_atoken"
 [ "$_amode" != file ]||exec <"$_aS/$_an.in"
-exec >>"$_aS/$_an.out"
-if [ "$_amerge" = 1 ];then exec 2>&1;else exec 2>>"$_aS/$_an.err";fi
+exec 7>&-
 _ago
 )
 _arc=$?
 _anow
 _awall=$((_ac-_abegan))
+exec 2>/dev/null
 if [ -s "$_aS/$_an.fail" ];then read -r _aw <"$_aS/$_an.fail"||:;_afail "$_aw";fi
 read -r _al </proc/self/stat
 set -- ${_al##*) }
 _acpu=$((${14}+${15}))
-_apid=
-{ read -r _apid <"$_aS/$_an.pid";} 2>/dev/null
+{ read -r _apid <"$_aS/$_an.pid";} 2>/dev/null||_apid=
 _afamily "$_atoken" "$_apid" ''
-_aleft=$_af
-[ "$_aleft" = ' ' ]||sleep "$_adrain"
-_aend
+if printf '%s\n' "$_arc $_awall $_acpu" >"$_aS/$_an.rc"&&[ "$_af" = ' ' ];then exit;fi
+exec >/dev/null
+sleep "$_adrain"
+_ax "$_arc" "$_awall" "$_acpu" $_af
+}
+_acat(){
+exec 2>/dev/null 7>&-
+cat >>"$_aS/$_an.$1"||{ printf '' >"$_aS/$_an.cut";cat >/dev/null;}
 }
 _aend(){
-_ao=0;_ae=0
-[ ! -s "$_aS/$_an.out" ]||_ao=$(wc -c <"$_aS/$_an.out")
-[ ! -s "$_aS/$_an.err" ]||_ae=$(wc -c <"$_aS/$_an.err")
-set -- X "$_an" "$_arc" "$_awall" "$_acpu" $_ao $_ae $_aleft
-shift 2
-{ printf 'X %s .\n' "$*" >"$_aS/$_an.exit";} 2>/dev/null
-_at X "$_an" "$@"
+{ read -r _arc <"$_aS/$_an.rc"&&read -r _apid <"$_aS/$_an.pid";} 2>/dev/null||exit
+_afamily "$_atoken" "$_apid" ''
+_ax $_arc $_af
+}
+_asize(){
+_ar='?'
+if [ -s "$1" ];then _ar=$(wc -c <"$1");elif [ -e "$1" ];then _ar=0;fi
+}
+_ax(){
+_ab="$1 $2 $3"
+shift 3
+_asize "$_aS/$_an.out";_ab="$_ab "$_ar
+_asize "$_aS/$_an.err";_ab="$_ab "$_ar
+[ -e "$_aS/$_an.cut" ]&&_ab="$_ab 1"||_ab="$_ab 0"
+set -- X "$_an" $_ab "$@"
+{ printf '%s .\n' "$*" >"$_aS/$_an.exit";} 2>/dev/null
+_at "$@"
 [ "$_amode" != live ]||{ { read -r _ap <"$_aS/$_an.feeder"&&kill "$_ap";} 2>/dev/null;}
 exit
 }
@@ -199,9 +220,9 @@ set +C
 _anow
 _aterm=$((_ac+$3));_alast=$((_ac+$3+$4));_asent=
 while :;do
-_apid=;_aa=
+_apid=$5;_aa=
 { read -r _aa <"$_aS/$_an.watch";} 2>/dev/null
-{ read -r _apid <"$_aS/$_an.pid";} 2>/dev/null
+[ "$_apid" ]||{ read -r _apid <"$_aS/$_an.pid";} 2>/dev/null
 _anow
 if [ "$_apid" ];then _afamily "$2" "$_apid" '';else _afamily "$2" '' "$_aa";fi
 if [ "$_af" = ' ' ];then
@@ -222,6 +243,7 @@ _an=$1;_ar=none;_aa=;_apid=
 { read -r _apid <"$_aS/$_an.pid";} 2>/dev/null
 _aw=gone
 if [ -z "$_aa" ]||[ -d "/proc/$_aa" ];then _aw="run $_apid";fi
+[ ! -s "$_aS/$_an.rc" ]||_aw=ended
 if { read -r _al <"$_aS/$_an.exit";} 2>/dev/null;then case $_al in *' .')_ar=${_al% .};return 0;;esac;fi
 _ar=$_aw
 }
@@ -303,7 +325,66 @@ fi
 _ame
 _ar=ok
 }
-while IFS= read -r _aq;do
+_aread(){
+if [ -d "$1" ];then _ar="E EISDIR"
+elif [ ! -e "$1" ];then _awhy "$1";_ar="E $_aw"
+elif [ ! -f "$1" ];then _ar="E EINVAL"
+elif [ ! -r "$1" ];then _ar="E EACCES"
+else
+_ab=$(($(wc -c <"$1")))
+if [ "$2" ]&&[ "$_ab" -gt "$2" ];then _ar="B $_ab"
+elif [ "$_ab" -gt "$3" ];then _ar="L $_ab"
+else cat "$1" 2>/dev/null;_ar="D $? $_ab";fi
+fi
+}
+_awrite(){
+_ap=$1
+[ ! -L "$1" ]||! _atry readlink||_ap=$(readlink -f "$1" 2>/dev/null)||_ap=$1
+_ae=
+if [ -d "$_ap" ];then _ae=EISDIR
+else case $_ap in */)_ae=EISDIR;;esac;fi
+if [ -z "$_ae" ]&&[ -e "$_ap" ];then
+if [ ! -f "$_ap" ];then _ae=EINVAL;elif [ ! -w "$_ap" ];then _ae=EACCES;fi
+fi
+_ad=${_ap%/*}
+[ "$_ad" ]||_ad=/
+if [ -z "$_ae" ]&&[ ! -d "$_ad" ]&&! (umask 022;mkdir -p "$_ad" 2>/dev/null);then
+_awhy "$_ap"
+_ae=$_aw
+if [ "$_ae" = ENOENT ];then _ae=EACCES;_au=$_ap;while [ ! -d "$_au" ];do _au=${_au%/*};[ "$_au" ]||_au=/;done;[ ! -w "$_au" ]||_ae=ENOSPC;fi
+fi
+if [ -z "$_ae" ];then
+if [ ! -d "$_ad" ];then _ae=ENOTDIR;elif [ ! -w "$_ad" ]||[ ! -x "$_ad" ];then _ae=EACCES;fi
+fi
+if [ "$_ae" ];then [ -z "$6" ]||"$6" /dev/null "$3";_ar="E $_ae";return;fi
+_au=${_ad%/}/.agentsandbox-$2.new
+_ag=$5
+if [ -z "$_ag" ]&&[ -e "$_ap" ];then
+if _atry stat;then _ag=$(stat -c %a "$_ap" 2>/dev/null);else cp -p "$_ap" "$_au" 2>/dev/null;_ag=$(:);fi
+fi
+umask 022
+"$6" "$_au" "$3"
+umask 077
+_ab=0
+[ ! -s "$_au" ]||_ab=$(($(wc -c <"$_au")))
+if [ "$_ar" != 0 ]||[ "$_ab" != "$3" ];then rm -f "$_au" 2>/dev/null;_ar="E ENOSPC";return;fi
+if _atry sha256sum;then
+_al=$(sha256sum <"$_au")
+if [ "${_al%% *}" != "$4" ];then rm -f "$_au" 2>/dev/null;_ar="E EIO";return;fi
+fi
+if [ -e "$_ap" ]&&[ "$_auid" = 0 ]&&_atry stat&&_atry chown;then
+_al=$(stat -c %u:%g "$_ap" 2>/dev/null)
+[ -z "$_al" ]||[ "$_al" = 0:0 ]||chown "$_al" "$_au" 2>/dev/null
+fi
+if [ "$_ag" ]&&! chmod "$_ag" "$_au" 2>/dev/null;then rm -f "$_au";_ar="E EPERM";return;fi
+mv -f "$_au" "$_ap" 2>/dev/null||{ rm -f "$_au" 2>/dev/null;_ar="E EACCES";return;}
+_ar="W $_ab"
+}
+_ahead(){ _ar=1;{ head -c "$2" >"$1"&&_ar=0;} 2>/dev/null;}
+_azero(){ _ar=1;{ printf '' >"$1"&&_ar=0;} 2>/dev/null;}
+"""
+
+LOOP = r"""while IFS= read -r _aq;do
 case $_aq in "$_ak".*);;*)exit 3;;esac
 _acode=
 while IFS= read -r _al&&[ "$_al" != "$_aq" ];do _acode="$_acode$_al
@@ -315,6 +396,9 @@ printf '\n%s %s\n' "$_aq" "$_ar"
 done
 exit 0
 """
+
+PROGRAM = FUNCTIONS + LOOP
+"""What the connection for requests runs."""
 
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\Z")
 

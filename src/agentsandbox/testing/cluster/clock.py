@@ -44,8 +44,8 @@ class Timing:
     """Until its container runs."""
     stop: float = 0.0
     """From the end of the processes to the end of the object."""
-    observe: float = 0.0
-    """Until the kubelet acts on a change of the spec."""
+    observe: float = 0.05
+    """Until the kubelet acts on a change of the spec. A container that ends meanwhile ends by itself."""
     back_off: float = 10.0
     """The first back-off before a container is started again; it doubles."""
     back_off_max: float = 300.0
@@ -56,8 +56,8 @@ class Timing:
     """After a container has run so long, the back-off begins anew."""
     bookmark: float = 60.0
     """Between bookmarks of a watch."""
-    grace_per_second: float = 1.0
-    """What a second of a grace period lasts; less makes tests quick."""
+    second: float = 1.0
+    """How long a second of a grace period or of a back-off lasts; less makes tests quick."""
 
 
 class Names:

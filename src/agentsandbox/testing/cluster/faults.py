@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
 
 import anyio
@@ -137,7 +137,6 @@ class Faults:
         self.execs: list[ExecFault] = []
         self.protocols: tuple[str, ...] = ("v5.channel.k8s.io", "v4.channel.k8s.io")
         """What exec streams speak, best first. Empty: every handshake is refused."""
-        self.on_cut: Callable[[str], None] | None = None
 
     def __repr__(self) -> str:
         open_ = [sum(one.times != 0 for one in kind) for kind in (self.requests, self.watches, self.execs)]
@@ -148,10 +147,11 @@ class Faults:
         for fault in self.requests:
             if fault.stalled is not None:
                 fault.stalled.set()
-        for kind in (self.requests, self.watches, self.execs):
+        every: list[list[Any]] = [self.requests, self.watches, self.execs]
+        for kind in every:
             for one in kind:
-                one.end()  # type: ignore[attr-defined]
-            kind.clear()  # type: ignore[attr-defined]
+                one.end()
+            kind.clear()
         self.protocols = ("v5.channel.k8s.io", "v4.channel.k8s.io")
 
     def answer(

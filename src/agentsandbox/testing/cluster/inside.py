@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# ruff: noqa: PTH, S606
 """
 The parent of containers: it runs inside the boundary of the local backend and makes jails whose first process is any.
 
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import array
 import contextlib
+import ctypes
 import errno
 import fcntl
 import json
@@ -26,7 +28,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from agentsandbox.protocol.runner import jail, users
-from agentsandbox.protocol.runner.host import Child, Host, prepare
+from agentsandbox.protocol.runner.host import Child, Host
 
 MAX_MESSAGE = 64 * 1024
 WATCH_EVERY = 0.02
@@ -157,7 +159,7 @@ class ContainerHost(Host):
                 raise OSError(errno.ESRCH, "no running task found: task not found")
             if self._plan is not None:
                 for kind in ("pid", *(kind for kind, _ in KINDS)):
-                    entered[kind] = os.open("/proc/%d/ns/%s" % (target.pid, kind), os.O_RDONLY | os.O_CLOEXEC)
+                    entered[kind] = os.open(f"/proc/{target.pid}/ns/{kind}", os.O_RDONLY | os.O_CLOEXEC)
                 jail.setns(entered["pid"], jail.CLONE_NEWPID, "PID")
             try:
                 pid = os.fork()
@@ -196,11 +198,11 @@ class ContainerHost(Host):
             except jail.JailError as error:
                 _fail(channel, error.stage + ": " + os.strerror(error.errno))
             except users.NoUser as error:
-                _fail(channel, "unable to find user %s" % error)
+                _fail(channel, f"unable to find user {error}")
             except NoStart as error:
                 _fail(channel, str(error))
             except OSError as error:
-                _fail(channel, "%s: %s" % (error.filename or "set up", os.strerror(error.errno or 0).lower()))
+                _fail(channel, f"{error.filename or 'set up'}: {os.strerror(error.errno or 0).lower()}")
         except BaseException:  # noqa: BLE001 - the process must not return into the loop of its parent
             traceback.print_exc()
         finally:
@@ -227,7 +229,7 @@ class ContainerHost(Host):
                     jail.prctl(jail.PR_SET_NO_NEW_PRIVS, 1)
                     for number in range(jail.LAST_CAPABILITY + 1):
                         if number not in jail.KEPT_CAPABILITIES:
-                            jail.libc.prctl(jail.PR_CAPBSET_DROP, jail.ctypes.c_ulong(number), 0, 0, 0)
+                            jail.libc.prctl(jail.PR_CAPBSET_DROP, ctypes.c_ulong(number), 0, 0, 0)
                 _become(message, directory)
                 if message.get("tty"):
                     stream = [_terminal(stream[0])] * 3
@@ -236,11 +238,11 @@ class ContainerHost(Host):
             except jail.JailError as error:
                 _fail(channel, error.stage + ": " + os.strerror(error.errno))
             except users.NoUser as error:
-                _fail(channel, "unable to find user %s" % error)
+                _fail(channel, f"unable to find user {error}")
             except NoStart as error:
                 _fail(channel, str(error))
             except OSError as error:
-                _fail(channel, "%s: %s" % (error.filename or "set up", os.strerror(error.errno or 0).lower()))
+                _fail(channel, f"{error.filename or 'set up'}: {os.strerror(error.errno or 0).lower()}")
         except BaseException:  # noqa: BLE001 - as above
             traceback.print_exc()
         finally:
@@ -255,20 +257,18 @@ class ContainerHost(Host):
                         os.kill(other.pid, signal.SIGKILL)
             if getattr(child, "out_of_memory", False):
                 self._tell(event="oom", id=child.name)
-            if isinstance(child, Container) and child.channel is not None:
-                self._report(child)
-                if child.channel is not None:
-                    self._report(child)
+            self._hear_out(child)
             super()._ended(child, status)
             return
-        if child.channel is not None:
-            self._report(child)
-            if child.channel is not None:
-                self._report(child)
+        self._hear_out(child)
         del self._children[child.name]
         signalled = os.WIFSIGNALED(status)
         code, number = (None, os.WTERMSIG(status)) if signalled else (os.WEXITSTATUS(status), None)
         self._tell(event="ended", id=child.name, code=code, signal=number, left=None)
+
+    def _hear_out(self, child: Child) -> None:
+        while isinstance(child, Container) and child.channel is not None:
+            self._report(child)
 
     def _reap(self, key: Any) -> None:
         super()._reap(key)
@@ -284,14 +284,14 @@ class ContainerHost(Host):
         for name in os.listdir("/proc"):
             if name.isdigit():
                 try:
-                    space = os.readlink("/proc/%s/ns/pid" % name)
-                    with open("/proc/%s/statm" % name) as file:
+                    space = os.readlink(f"/proc/{name}/ns/pid")
+                    with open(f"/proc/{name}/statm") as file:
                         groups.setdefault(space, []).append((int(file.read().split()[1]) * PAGE, int(name)))
                 except (OSError, ValueError, IndexError):
                     continue
         for container in limited:
             try:
-                members = groups.get(os.readlink("/proc/%d/ns/pid" % container.pid), [])
+                members = groups.get(os.readlink(f"/proc/{container.pid}/ns/pid"), [])
             except OSError:
                 continue
             if container.memory is None or sum(size for size, _ in members) <= container.memory:
@@ -301,7 +301,8 @@ class ContainerHost(Host):
             container.out_of_memory = victim == container.pid
             path, text = COUNTERS[container.counter - 1]
             with contextlib.suppress(OSError):
-                jail.write_text("/proc/%d/root%s" % (container.pid, path), text % ((container.kills,) * text.count("%d")))
+                words = text % ((container.kills,) * text.count("%d"))
+                jail.write_text(f"/proc/{container.pid}/root{path}", words)
             with contextlib.suppress(ProcessLookupError):
                 os.kill(victim, signal.SIGKILL)
 
@@ -311,10 +312,10 @@ def _fresh(kept: list[int]) -> None:
     signal.set_wakeup_fd(-1)
     for number in (signal.SIGCHLD, signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGALRM, signal.SIGPIPE):
         signal.signal(number, signal.SIG_DFL)
-    for number in [int(entry) for entry in os.listdir("/proc/self/fd")]:
-        if number > 2 and number not in kept:
+    for descriptor in [int(entry) for entry in os.listdir("/proc/self/fd")]:
+        if descriptor > 2 and descriptor not in kept:
             with contextlib.suppress(OSError):
-                os.close(number)
+                os.close(descriptor)
     os.setsid()
 
 
@@ -352,12 +353,12 @@ def _become(message: dict[str, Any], directory: str | None) -> None:
     """Take on user, capabilities, environment and working directory."""
     account = users.resolve(message["user"])
     workdir = message.get("workdir") or directory or "/"
-    prepare(account, workdir)
+    _have(account, workdir)
     if directory is None:
         with contextlib.suppress(OSError):
-            prepare(account, account.home)
+            _have(account, account.home)
     for number in message.get("drop") or ():
-        jail.libc.prctl(jail.PR_CAPBSET_DROP, jail.ctypes.c_ulong(number), 0, 0, 0)
+        jail.libc.prctl(jail.PR_CAPBSET_DROP, ctypes.c_ulong(number), 0, 0, 0)
     if users.may_change():
         group = message.get("group")
         os.setgroups(list(account.groups))
@@ -368,11 +369,19 @@ def _become(message: dict[str, Any], directory: str | None) -> None:
     message["env"].setdefault("HOME", directory or account.home)
 
 
+def _have(account: users.Account, directory: str) -> None:
+    """Make a directory of a user, unless it is there."""
+    if not os.path.isdir(directory):
+        os.makedirs(directory, 0o755)
+        if users.may_change():
+            os.chown(directory, account.uid, account.gid)
+
+
 def _terminal(link: int) -> int:
     master = os.open("/dev/ptmx", os.O_RDWR | os.O_NOCTTY)
     fcntl.ioctl(master, termios.TIOCGPTN if hasattr(termios, "TIOCGPTN") else 0x80045430, number := bytearray(4))
     fcntl.ioctl(master, 0x40045431, b"\0" * 4)
-    slave = os.open("/dev/pts/%d" % int.from_bytes(number, sys.byteorder), os.O_RDWR | os.O_NOCTTY)
+    slave = os.open(f"/dev/pts/{int.from_bytes(number, sys.byteorder)}", os.O_RDWR | os.O_NOCTTY)
     fcntl.ioctl(slave, termios.TIOCSCTTY, 0)
     with socket.socket(fileno=os.dup(link)) as end:
         socket.send_fds(end, [b"m"], [master])
@@ -392,21 +401,21 @@ def _run(message: dict[str, Any], stream: list[int]) -> None:
         if error.errno == errno.E2BIG:
             os.write(2, b"exec %s: argument list too long\n" % os.fsencode(path))
             os._exit(1)
-        raise NoStart('exec: "%s": %s' % (argv[0], os.strerror(error.errno or 0).lower())) from error
+        raise NoStart(f'exec: "{argv[0]}": {os.strerror(error.errno or 0).lower()}') from error
 
 
 def _look(name: str, path: str) -> str:
     if "/" in name:
         if not os.path.exists(name):
-            raise NoStart('exec: "%s": stat %s: no such file or directory' % (name, name))
+            raise NoStart(f'exec: "{name}": stat {name}: no such file or directory')
         if os.path.isdir(name) or not os.access(name, os.X_OK):
-            raise NoStart('exec: "%s": permission denied' % name)
+            raise NoStart(f'exec: "{name}": permission denied')
         return name
     for directory in path.split(":"):
         whole = os.path.join(directory or ".", name)
         if os.path.isfile(whole) and os.access(whole, os.X_OK):
             return whole
-    raise NoStart('exec: "%s": executable file not found in $PATH' % name)
+    raise NoStart(f'exec: "{name}": executable file not found in $PATH')
 
 
 def main(config: Mapping[str, Any]) -> None:
@@ -419,4 +428,4 @@ def main(config: Mapping[str, Any]) -> None:
     try:
         ContainerHost(control, json.loads(control.recv(1024 * 1024).decode()), never).run()
     except (OSError, jail.JailError) as error:
-        sys.exit("host: %s" % error)
+        sys.exit(f"host: {error}")

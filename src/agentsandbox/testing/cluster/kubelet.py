@@ -72,8 +72,8 @@ class Kubelet:
             assert self._group is not None
             worker = self.workers[uid] = Worker(self, event.now)
             self._group.start_soon(self._work, worker, name=f"pod {event.now.name}")
-        elif worker := self.workers.get(uid):
-            worker.notice(event)
+        elif uid in self.workers:
+            self.workers[uid].notice(event)
 
     async def _work(self, worker: Worker) -> None:
         try:

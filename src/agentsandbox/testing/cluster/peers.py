@@ -16,8 +16,9 @@ import anyio
 
 from agentsandbox.protocol import frames
 from agentsandbox.protocol.connection import Connection
+from agentsandbox.protocol.runner.attaching import GREETING
 
-__all__ = ["Answer", "EchoContainer", "EchoStream"]
+__all__ = ["Answer", "EchoContainer", "EchoStream", "well"]
 
 Answer = Callable[[dict[str, Any]], tuple[int, bytes]]
 """Given what START holds, returns exit code and output."""
@@ -27,7 +28,8 @@ _STUB = re.compile(r"b,n=\[\],(\d+)")
 _STDIN_WINDOW = 1024 * 1024
 
 
-def _well(_request: dict[str, Any]) -> tuple[int, bytes]:
+def well(_request: dict[str, Any]) -> tuple[int, bytes]:
+    """Say that it went well, and nothing else."""
     return 0, b""
 
 
@@ -83,7 +85,8 @@ class _Runner:
     def _exit(self, number: int, code: int, output: bytes = b"", **more: Any) -> None:
         if output:
             self.connection.send(frames.STDOUT, number, output)
-        report = {"code": code, "signal": None, "limit": None, "wall": 0.001, "cpu": 0.001, "memory": 4096}
+        report: dict[str, Any] = {"code": code, "signal": None, "limit": None}
+        report |= {"wall": 0.001, "cpu": 0.001, "memory": 4096}
         report |= {"stdout": len(output), "stderr": 0, "leftovers": [], "survivors": [], "report": None, **more}
         self.connection.send(frames.EXIT, number, frames.dump(report))
 
@@ -106,6 +109,9 @@ class EchoStream:
         self._attached = False
         self.replaced = anyio.Event()
         """Set when another stream has taken its place."""
+
+    greeting = GREETING
+    """What the runner says first."""
 
     def feed(self, data: bytes) -> bytes:
         """Take bytes of standard input and return those of standard output."""
@@ -138,14 +144,15 @@ class EchoStream:
         connection.detach()
         runner.stream = self
         self._attached = True
-        facts = {"python": "3.11.7", "pid": 1, "uid": 1000, "gid": 1000, "home": "/home/sandbox", "workdir": "/workspace"}
-        facts |= {"user": "sandbox", "users": False, "kernel": "6.18", "machine": "x86_64", "boot_id": "", "namespaces": {}}
+        facts: dict[str, Any] = {"python": "3.11.7", "pid": 1, "uid": 1000, "gid": 1000, "home": "/home/sandbox"}
+        facts |= {"workdir": "/workspace", "user": "sandbox", "users": False, "kernel": "6.18", "machine": "x86_64"}
+        facts |= {"boot_id": "", "namespaces": {}}
         welcome = {"version": frames.VERSION, "received": connection.received, "facts": facts}
         connection.send(frames.WELCOME, 0, frames.dump(welcome))
         connection.attach(received)
 
     def close(self) -> None:
-        """The stream is gone; the runner stays."""
+        """Detach: the stream is gone, and the runner stays."""
         if self._runner.stream is self:
             self._runner.stream = None
             self._runner.connection.detach()
@@ -154,7 +161,7 @@ class EchoStream:
 class EchoContainer:
     """A container whose first process is such a runner."""
 
-    def __init__(self, answer: Answer = _well) -> None:
+    def __init__(self, answer: Answer = well) -> None:
         self.output: list[int] = []
         self.out_of_memory = False
         self.runner = _Runner(answer)
@@ -190,5 +197,5 @@ class EchoContainer:
         self.gone.set()
 
     def open(self, argv: Sequence[str]) -> EchoStream:
-        """Run a command that carries a stream to the runner."""
+        """Run a command that carries a stream to the runner, which greets it with :data:`GREETING`."""
         return EchoStream(self.runner, argv)

@@ -123,11 +123,13 @@ def complete(pod: Json) -> Json:
         ("preemptionPolicy", "PreemptLowerPriority"),
     ):
         spec.setdefault(key, copy.copy(value))
-    given = spec.setdefault("tolerations", [])
-    spec["tolerations"] = [*given, *(dict(one) for one in _TOLERATIONS if one["key"] not in [g.get("key") for g in given])]
+    given = spec.get("tolerations") or []
+    known = {one.get("key") for one in given}
+    spec["tolerations"] = [*given, *(dict(one) for one in _TOLERATIONS if one["key"] not in known)]
     for container in spec.get("containers") or ():
-        latest = ":" not in container.get("image", "").rpartition("/")[2] or container["image"].endswith(":latest")
-        container.setdefault("imagePullPolicy", "Always" if latest and "@" not in container["image"] else "IfNotPresent")
+        image = container.get("image", "")
+        latest = "@" not in image and (":" not in image.rpartition("/")[2] or image.endswith(":latest"))
+        container.setdefault("imagePullPolicy", "Always" if latest else "IfNotPresent")
         container.setdefault("resources", {})
         container.setdefault("terminationMessagePath", "/dev/termination-log")
         container.setdefault("terminationMessagePolicy", "File")
@@ -144,7 +146,8 @@ def _quality(spec: Json) -> str:
         return "BestEffort"
     for one in resources:
         limits, requests = one.get("limits") or {}, one.get("requests") or {}
-        if not {"cpu", "memory"} <= set(limits) or any(requests.get(key, value) != value for key, value in limits.items()):
+        equal = all(requests.get(key, value) == value for key, value in limits.items())
+        if not {"cpu", "memory"} <= set(limits) or not equal:
             return "Burstable"
     return "Guaranteed"
 
@@ -198,8 +201,8 @@ def _resources(field: str, resources: Mapping[str, Any]) -> _Causes:
                 raise Refusal(
                     400,
                     "BadRequest",
-                    f'Pod in version "v1" cannot be handled as a Pod: quantities must match the regular expression '
-                    f"'^([+-]?[0-9.]+)([eEinumkKMGTP]*[-+]?[0-9]*)$'",
+                    'Pod in version "v1" cannot be handled as a Pod: quantities must match the regular expression '
+                    "'^([+-]?[0-9.]+)([eEinumkKMGTP]*[-+]?[0-9]*)$'",
                 ) from None
             if kind == "requests" and name in limits and number > quantity(limits[name]):
                 words = f'Invalid value: "{amount}": must be less than or equal to {name} limit of {limits[name]}'
@@ -218,9 +221,8 @@ def _rules(field: str, container: Json, version: tuple[int, int]) -> _Causes:
         if rule.get("action") not in known:
             words = ", ".join(f'"{one}"' for one in known)
             place = f"{field}.restartPolicyRules[{index}].action"
-            causes.append(
-                ("FieldValueNotSupported", place, f'Unsupported value: "{rule.get("action")}": supported values: {words}')
-            )
+            words = f'Unsupported value: "{rule.get("action")}": supported values: {words}'
+            causes.append(("FieldValueNotSupported", place, words))
     return causes
 
 
@@ -251,7 +253,7 @@ def check_update(before: Json, after: Json) -> None:
 
 def _difference(before: Json, after: Json) -> str:
     lines = [json.dumps(_internal(spec), indent=1).splitlines() for spec in (before, after)]
-    found = list(difflib.unified_diff(*lines, lineterm="", n=3))[2:]
+    found = list(difflib.unified_diff(lines[0], lines[1], lineterm="", n=3))[2:]
     return "\n".join(found) + "\n"
 
 

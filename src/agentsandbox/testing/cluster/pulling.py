@@ -48,7 +48,8 @@ async def pull(worker: Worker) -> bool:
             reason, words = "ImagePullBackOff", f'Back-off pulling image "{name}": ErrImagePull: {brief}'
         _wait_state(worker, reason, words)
         failures += 1
-        with anyio.move_on_after(min(timing.pull_back_off * 2 ** (failures - 1), timing.back_off_max)):
+        wait = min(timing.pull_back_off * 2 ** (failures - 1), timing.back_off_max)
+        with anyio.move_on_after(wait * timing.second):
             while not worker.interrupted and worker.pod["spec"]["containers"][0]["image"] == name:
                 await worker.changed()
     return False

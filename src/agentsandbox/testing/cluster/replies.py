@@ -27,7 +27,13 @@ class Refusal(Exception):
     """An answer that is no success: a Status with its HTTP code."""
 
     def __init__(
-        self, code: int, reason: str, message: str, details: Json | None = None, *, headers: dict[str, str] | None = None
+        self,
+        code: int,
+        reason: str,
+        message: str,
+        details: Json | None = None,
+        *,
+        headers: dict[str, str] | None = None,
     ) -> None:
         super().__init__(message)
         self.code = code
@@ -45,21 +51,21 @@ class Refusal(Exception):
 
 
 def not_found(plural: str, name: str, *, group: str = "") -> Refusal:
-    """There is no such object."""
+    """Say that there is no such object."""
     what = f"{plural}.{group}" if group else plural
     details = {"name": name, **({"group": group} if group else {}), "kind": plural}
     return Refusal(404, "NotFound", f'{what} "{name}" not found', details)
 
 
 def already_exists(plural: str, name: str, *, group: str = "") -> Refusal:
-    """The name is taken."""
+    """Say that the name is taken."""
     what = f"{plural}.{group}" if group else plural
     details = {"name": name, **({"group": group} if group else {}), "kind": plural}
     return Refusal(409, "AlreadyExists", f'{what} "{name}" already exists', details)
 
 
 def modified(plural: str, name: str) -> Refusal:
-    """The resource version is not the present one."""
+    """Say that the resource version is not the present one."""
     message = (
         f'Operation cannot be fulfilled on {plural} "{name}": the object has been modified; '
         "please apply your changes to the latest version and try again"
@@ -68,7 +74,7 @@ def modified(plural: str, name: str) -> Refusal:
 
 
 def precondition_failed(kind: str, name: str, what: str, given: str, found: str) -> Refusal:
-    """A delete or a patch was meant for another object."""
+    """Say that a delete or a patch was meant for another object."""
     message = (
         f'Operation cannot be fulfilled on {kind} "{name}": the {what} in the precondition ({given}) does not match '
         f"the {what} in record ({found}). The object might have been deleted and then recreated"
@@ -104,14 +110,14 @@ _UPDATES = (
 
 
 def immutable(name: str, difference: str) -> Refusal:
-    """A Pod was to be changed where it cannot be."""
+    """Refuse to change a Pod where it cannot be changed."""
     return invalid("Pod", name, [("FieldValueForbidden", "spec", _UPDATES + difference)])
 
 
 def forbidden(
     plural: str, name: str, words: str, *, group: str = "", reason: str = "Forbidden", code: int = 403
 ) -> Refusal:
-    """Something does not allow it: a role, a quota, an admission."""
+    """Say what does not allow it: a role, a quota, an admission."""
     what = f"{plural}.{group}" if group else plural
     subject = f'{what} "{name}"' if name else what
     details = {**({"name": name} if name else {}), **({"group": group} if group else {}), "kind": plural}
@@ -119,16 +125,16 @@ def forbidden(
 
 
 def bad_request(message: str) -> Refusal:
-    """The request makes no sense."""
+    """Say that the request makes no sense."""
     return Refusal(400, "BadRequest", message)
 
 
 def internal(message: str) -> Refusal:
-    """Something broke in the server."""
+    """Say what broke in the server."""
     causes = {"causes": [{"message": message}]}
     return Refusal(500, "InternalError", f"Internal error occurred: {message}", causes)
 
 
 def expired(asked: int, oldest: int) -> Refusal:
-    """What was asked for is forgotten."""
+    """Say that what was asked for is forgotten."""
     return Refusal(410, "Expired", f"too old resource version: {asked} ({oldest})")

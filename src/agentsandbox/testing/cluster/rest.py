@@ -13,7 +13,7 @@ import attrs
 
 from agentsandbox.testing.cluster import patching, podspec
 from agentsandbox.testing.cluster.matching import matcher
-from agentsandbox.testing.cluster.replies import Json, Refusal, bad_request, modified, not_found
+from agentsandbox.testing.cluster.replies import Json, Refusal, bad_request, invalid, modified, not_found
 from agentsandbox.testing.cluster.store import Resource, Stored
 
 if TYPE_CHECKING:
@@ -23,6 +23,7 @@ __all__ = ["Request", "Rest"]
 
 _PAGES_KEPT = 64
 _EMPTY: Json = {}
+_FIXED = ("uid", "creationTimestamp", "generation", "namespace", "deletionTimestamp", "deletionGracePeriodSeconds")
 
 
 @attrs.frozen(kw_only=True)
@@ -137,7 +138,8 @@ class Rest:
             meta["name"] = meta["generateName"] + self._cluster.names.suffix()
         if resource.namespaced:
             if meta.get("namespace", request.namespace) != request.namespace:
-                raise bad_request("the namespace of the provided object does not match the namespace sent on the request")
+                words = "the namespace of the provided object does not match the namespace sent on the request"
+                raise bad_request(words)
             meta["namespace"] = request.namespace
         object_: Json = {"apiVersion": resource.api_version, "kind": resource.kind, **body, "metadata": meta}
         podspec.check_name(resource.kind, meta)
@@ -150,7 +152,7 @@ class Rest:
     def _defaults(self, resource: Resource, object_: Json) -> Json:
         if resource.kind == "Pod":
             if not isinstance(object_.get("spec"), dict):
-                raise podspec.invalid("Pod", str(object_["metadata"]["name"]), [_missing("spec.containers")])
+                raise invalid("Pod", str(object_["metadata"]["name"]), [_missing("spec.containers")])
             object_ = podspec.complete(object_)
             if self._cluster.version < (1, 34):  # a server that does not know a field drops it
                 for container in object_["spec"].get("containers") or ():
@@ -182,8 +184,7 @@ class Rest:
         self._store.require(stored, {"uid": meta.get("uid")})
         if meta.get("name") != stored.name:
             raise bad_request("the name of the object does not match the name on the URL")
-        fixed = ("uid", "creationTimestamp", "generation", "namespace", "deletionTimestamp", "deletionGracePeriodSeconds")
-        meta = {**meta, **{key: before["metadata"][key] for key in fixed if key in before["metadata"]}}
+        meta = {**meta, **{key: before["metadata"][key] for key in _FIXED if key in before["metadata"]}}
         if request.subresource == "status":
             after = {**before, "status": after.get("status") or {}}
         else:
@@ -229,7 +230,7 @@ class Rest:
         if not request.dry_run:
             for stored in found:
                 self._cluster.delete(stored, self._grace(request))
-        head = {"kind": f"{request.resource.kind}List", "apiVersion": request.resource.api_version}
+        head: Json = {"kind": f"{request.resource.kind}List", "apiVersion": request.resource.api_version}
         head |= {"metadata": {"resourceVersion": str(self._store.version)}}
         return json.dumps(head)[:-1].encode() + b',"items":[' + b",".join(one.raw() for one in found) + b"]}"
 
@@ -241,10 +242,9 @@ class Rest:
         return None if given is None else int(given)
 
     def _evict(self, request: Request) -> bytes:
-        stored = self._store.get(request.resource, request.namespace, request.name)
         self._cluster.evict(request.namespace, request.name, by_api=True)
-        del stored
-        return json.dumps({"kind": "Status", "apiVersion": "v1", "metadata": {}, "status": "Success", "code": 201}).encode()
+        status = {"kind": "Status", "apiVersion": "v1", "metadata": {}, "status": "Success", "code": 201}
+        return json.dumps(status).encode()
 
     def review(self, body: Any) -> Json:
         """Answer a SelfSubjectAccessReview."""

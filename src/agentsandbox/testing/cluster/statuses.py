@@ -143,7 +143,8 @@ class ContainerView:
             status["containerID"] = self.container_id
         status["started"] = running
         if self.container_id:
-            resources = {k: dict(v) for k, v in (container.get("resources") or {}).items() if k in ("limits", "requests")}
+            given = container.get("resources") or {}
+            resources = {key: dict(given[key]) for key in ("limits", "requests") if given.get(key)}
             if resources.get("requests"):
                 status["allocatedResources"] = dict(resources["requests"])
             status["resources"] = resources
@@ -191,7 +192,8 @@ class PodView:
         first, *others = spec["containers"]
         status["containerStatuses"] = [self.container.status(first)]
         for other in others:  # told of as if they ran along; no process stands behind them
-            view = ContainerView(state=self.container.state, container_id=self.container.container_id + "-" + other["name"])
+            its_id = f"{self.container.container_id}-{other['name']}"
+            view = ContainerView(state=self.container.state, container_id=its_id)
             status["containerStatuses"].append(view.status(other))
         status["qosClass"] = pod["status"]["qosClass"]
         status |= _pod_resources(spec)
@@ -214,8 +216,8 @@ class PodView:
             ("PodScheduled", {"status": "True"}),
         ]
         if has_rule(pod):
-            row = {"status": "True", "reason": "RestartAllContainersStarted"} if self.restarting else {"status": "False"}
-            rows.append(("AllContainersRestarting", row))
+            started = {"status": "True", "reason": "RestartAllContainersStarted"}
+            rows.append(("AllContainersRestarting", started if self.restarting else {"status": "False"}))
         result = []
         for kind, row in rows:
             before = self._since.get(kind)

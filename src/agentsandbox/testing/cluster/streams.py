@@ -2,8 +2,8 @@
 """
 Exec streams as the API server and the kubelet serve them: channels over a websocket, v5 or v4.
 
-A stream begins with an empty message on channel 1; with v5 the connection ends with 1006 right after the status, with v4 by
-a close handshake; the status comes when the command has ended and nobody holds its output any more.
+A stream begins with an empty message on channel 1. With v5 the connection ends with 1006 right after the status, with v4
+by a close handshake. The status comes when the command has ended and nobody holds its output any more.
 """
 
 from __future__ import annotations
@@ -54,6 +54,7 @@ class ExecStreams:
         self.received: list[bytes] | None = None
         """Set it to a list to keep every message that clients send."""
         self._live: dict[web.WebSocketResponse, tuple[str, web.Request]] = {}
+        self._silent: set[str] = set()
 
     def __repr__(self) -> str:
         return f"<ExecStreams [{self.open} open, {self.opened} opened]>"
@@ -69,6 +70,14 @@ class ExecStreams:
             if http.transport is not None:
                 http.transport.close()
         return len(found)
+
+    def silence(self, uid: str) -> None:
+        """Let the streams of a Pod say nothing more, as when its node is out of reach."""
+        self._silent.add(uid)
+
+    def silent(self, uid: str) -> bool:
+        """Return whether they do."""
+        return uid in self._silent
 
     async def serve(self, http: web.Request, namespace: str, name: str, headers: dict[str, str]) -> web.StreamResponse:
         """Serve one stream to its end."""
@@ -87,7 +96,7 @@ class ExecStreams:
         if not spoken:
             return web.Response(status=403, headers=headers)
         socket = web.WebSocketResponse(
-            protocols=[spoken[0]], compress=False, max_msg_size=_MAX_MESSAGE, autoping=True, timeout=LINGER
+            protocols=[spoken[0]], compress=False, max_msg_size=_MAX_MESSAGE, autoping=False, timeout=LINGER
         )
         socket.headers.update(headers)
         await socket.prepare(http)
@@ -101,9 +110,13 @@ class ExecStreams:
             with suppress(ConnectionError):
                 await stream.run(container, argv, stdin=stdin, tty=tty)
         finally:
-            self.open -= 1
-            del self._live[socket]
+            self.left(socket)
         return socket
+
+    def left(self, socket: web.WebSocketResponse) -> None:
+        """Note that a client is gone. What it had started may run on: nobody tells it."""
+        if self._live.pop(socket, None) is not None:
+            self.open -= 1
 
     def _container(self, namespace: str, name: str, wanted: str) -> tuple[Worker, Container | EchoContainer]:
         pod = self._cluster.rest.pod(namespace, name)
@@ -167,7 +180,7 @@ class _Stream:
             words = str(error) if "exec:" in str(error) else f"error in the container: {error}"
             await self._end(start_failure(words, self._owner.exec_id()))
             return
-        code: int | None = None
+        code = 0
         try:
             async with anyio.create_task_group() as group:
                 group.start_soon(self._read_client, command, None)
@@ -178,10 +191,10 @@ class _Stream:
                     code = await command.wait()
                     if tty:
                         outputs.cancel_scope.deadline = anyio.current_time() + 1
-                await self._end(exit_status(code, argv, v5=self._v5))
                 group.cancel_scope.cancel()
         finally:
             command.close()
+        await self._end(exit_status(code, argv, v5=self._v5))
 
     async def _echo(self, container: EchoContainer, argv: list[str], *, stdin: bool) -> None:
         if not stdin:
@@ -191,12 +204,15 @@ class _Stream:
             await self._end(exit_status(code, argv, v5=self._v5))
             return
         stream = container.open(argv)
+        await self._output(1, stream.greeting)
+        code = -1
         try:
             async with anyio.create_task_group() as group:
 
-                async def over(event: anyio.Event, code: int) -> None:
+                async def over(event: anyio.Event, exit_code: int) -> None:
+                    nonlocal code
                     await event.wait()
-                    await self._end(exit_status(code, argv, v5=self._v5))
+                    code = exit_code
                     group.cancel_scope.cancel()
 
                 group.start_soon(over, container.gone, 137)
@@ -205,6 +221,8 @@ class _Stream:
                 group.cancel_scope.cancel()
         finally:
             stream.close()
+        if code >= 0:
+            await self._end(exit_status(code, argv, v5=self._v5))
 
     async def _pump(self, channel: int, descriptor: int) -> None:
         # A container runtime reads on when the client is gone, so that the command never blocks or dies of it.
@@ -218,7 +236,7 @@ class _Stream:
 
     async def _output(self, channel: int, data: bytes) -> None:
         fault = self._fault
-        if self._silent:
+        if self._silent or self._owner.silent(self._worker.uid):
             return
         if fault is not None and (fault.silent or fault.cut) and fault.after_seconds is None:
             left = (fault.after_bytes or 0) - self._sent
@@ -236,6 +254,8 @@ class _Stream:
 
     async def _end(self, status: bytes) -> None:
         fault = self._fault
+        if self._owner.silent(self._worker.uid):
+            await anyio.sleep_forever()
         if self._silent:
             if fault is not None and fault.cut:
                 return
@@ -267,11 +287,8 @@ class _Stream:
 
     async def _next(self) -> bool:
         """Read and forget one message; return whether there are no more."""
-        try:
-            message = await self._socket.receive()
-        except RuntimeError:  # another task reads
-            await anyio.sleep_forever()
-        return message.type in (WSMsgType.CLOSE, WSMsgType.CLOSING, WSMsgType.CLOSED, WSMsgType.ERROR)
+        message = await self._socket.receive()
+        return message.type not in (WSMsgType.BINARY, WSMsgType.TEXT, WSMsgType.PING, WSMsgType.PONG)
 
     async def _read_client(self, command: Command | None, stream: EchoStream | None) -> None:
         idle = self._fault.idle if self._fault is not None else None
@@ -280,11 +297,15 @@ class _Stream:
                 message = await self._socket.receive()
             if scope.cancelled_caught:
                 self._abort()
-                return
-            if message.type is WSMsgType.CLOSE:
-                self._owner.closed_by_client += 1
+                break
+            if message.type is WSMsgType.PING:
+                await self._socket.pong(message.data)
+                continue
+            if message.type is WSMsgType.PONG:
+                continue
             if message.type is not WSMsgType.BINARY and message.type is not WSMsgType.TEXT:
-                return
+                self._owner.closed_by_client += message.type is WSMsgType.CLOSE
+                break
             data = message.data if isinstance(message.data, bytes) else message.data.encode()
             if self._owner.received is not None:
                 self._owner.received.append(data)
@@ -299,4 +320,6 @@ class _Stream:
                     await write(command.stdin, data[1:])
                 elif stream is not None and (output := stream.feed(data[1:])):
                     await self._output(1, output)
-
+        self._owner.left(self._socket)
+        if command is not None:
+            command.end_stdin()

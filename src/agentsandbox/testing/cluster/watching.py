@@ -11,7 +11,7 @@ import anyio
 from aiohttp import web
 
 from agentsandbox.testing.cluster.matching import matcher
-from agentsandbox.testing.cluster.replies import Refusal
+from agentsandbox.testing.cluster.replies import Refusal, expired
 from agentsandbox.testing.cluster.store import Event, Stored
 
 if TYPE_CHECKING:
@@ -72,7 +72,9 @@ class _Watch:
         )
 
 
-async def watch(cluster: FakeCluster, http: web.Request, request: Request, headers: dict[str, str]) -> web.StreamResponse:
+async def watch(
+    cluster: FakeCluster, http: web.Request, request: Request, headers: dict[str, str]
+) -> web.StreamResponse:
     """Serve one watch to its end."""
     state = _Watch(cluster, request)
     asked = request.query.get("resourceVersion") or ""
@@ -102,14 +104,14 @@ async def watch(cluster: FakeCluster, http: web.Request, request: Request, heade
             state.ready.set()
         await response.prepare(http)
         with anyio.move_on_after(float(request.query.get("timeoutSeconds") or _DEFAULT_TIMEOUT)):
-            while await _step(state, response, fault and (fault.kind, fault.events)):
+            while await _step(state, response, (fault.kind, fault.events) if fault is not None else None):
                 pass
-        return response
     except ConnectionError:  # the client is gone
-        return response
+        pass
     finally:
         unsubscribe()
         cluster.watches.pop(state, None)
+    return response
 
 
 async def _step(state: _Watch, response: web.StreamResponse, fault: tuple[str, int] | None) -> bool:
@@ -143,10 +145,8 @@ async def _spoil(state: _Watch, response: web.StreamResponse, kind: str, line: b
     if kind == "stall":
         await anyio.sleep_forever()
     if kind == "expire":
-        status = {"kind": "Status", "apiVersion": "v1", "metadata": {}, "status": "Failure", "reason": "Expired"}
         version = state.cluster.store.version
-        status |= {"message": f"too old resource version: {version - 1} ({version})", "code": 410}
-        await response.write(_line("ERROR", json.dumps(status).encode()))
+        await response.write(_line("ERROR", json.dumps(expired(version - 1, version).status).encode()))
         return False
     if kind == "cut":
         while not line:

@@ -66,13 +66,15 @@ class Worker:
         """Whether the Pod is over but its object is still there."""
         self.container: Container | EchoContainer | None = None
         self.log: deque[tuple[str, bytes]] = deque(maxlen=LOG_LINES)
+        self.written = 0
+        """How many lines were ever added to it."""
         self.previous_log: deque[tuple[str, bytes]] = deque()
         self.view = statuses.PodView(node_ip="", pod_ip="")
         self.began = math.inf
         self._wake = anyio.Event()
         self._deleted = False
         self._end: End | None = None
-        self._kill_asked: int | None = None
+        self._kill_asked: tuple[int, bool] | None = None
         self._exited = False
         self._back_off: dict[str, float] = {}
         self._at_once = False
@@ -104,9 +106,9 @@ class Worker:
         self._end = end
         self._ring()
 
-    def restart(self, code: int | None) -> None:
-        """Be told to end the container; ``None`` kills it."""
-        self._kill_asked = 137 if code is None else code
+    def kill(self, code: int = 137, *, oom: bool = False) -> None:
+        """Be told to end the container, as if it had ended by itself with that exit code."""
+        self._kill_asked = (code, oom)
         self._ring()
 
     def _ring(self) -> None:
@@ -227,7 +229,7 @@ class Worker:
     def _back_off_left(self, image: str, since: float) -> float:
         """Return how long to wait before an image is started again. The first restart is free; a change counts, too."""
         known = self._back_off.get(image)
-        return 0.0 if known is None else max(0.0, known - (anyio.current_time() - since))
+        return 0.0 if known is None else max(0.0, known * self.cluster.timing.second - (anyio.current_time() - since))
 
     def _count_restart(self, image: str) -> None:
         timing = self.cluster.timing
@@ -251,6 +253,9 @@ class Worker:
             view.last = view.state
         started = clock.stamp()
         self.container = container
+        if view.container_id:
+            self.previous_log = self.log.copy()
+            self.log.clear()
         self._exited = False
         self._kill_asked = None
         self._started_at = anyio.current_time()
@@ -285,9 +290,9 @@ class Worker:
             if self.interrupted:
                 return False
             if self._kill_asked is not None:
-                code, self._kill_asked = self._kill_asked, None
+                (code, oom), self._kill_asked = self._kill_asked, None
                 await container.kill()
-                return self._judge(code, started, oom=False)
+                return self._judge(code, started, oom=oom)
             if self.pod["metadata"].get("generation") != observed:
                 observed = self.pod["metadata"]["generation"]
                 self.tell()
@@ -403,16 +408,18 @@ class Worker:
         while data := await read(descriptor):
             *lines, rest = (rest + data).split(b"\n")
             self.log.extend((self.cluster.clock.stamp(), line + b"\n") for line in lines)
+            self.written += len(lines)
             self._ring()
         if rest:
             self.log.append((self.cluster.clock.stamp(), rest))
+            self.written += 1
         self._ring()
 
     async def _stop(self, container: Container | EchoContainer, grace: float) -> int:
         """TERM, then KILL."""
         self.cluster.event(self.pod, "Normal", "Killing", f"Stopping container {self.pod['spec']['containers'][0]['name']}")
         await container.signal(signal.SIGTERM)
-        with anyio.move_on_after(grace * self.cluster.timing.grace_per_second):
+        with anyio.move_on_after(grace * self.cluster.timing.second):
             return await container.wait()
         await container.kill()
         return await container.wait()

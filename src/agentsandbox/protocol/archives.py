@@ -3,6 +3,8 @@
 Directories as tar streams: regular files, directories and symbolic links, and nothing that leads out of the directory.
 
 Every name is opened below its directory without following links, so what an episode left in the way cannot redirect it.
+
+This module runs on both sides, so it keeps to the standard library and to Python 3.7.
 """
 
 from __future__ import annotations
@@ -20,8 +22,27 @@ FOLLOW_NOT = os.O_NOFOLLOW | os.O_CLOEXEC
 DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | FOLLOW_NOT
 
 
+MAX_HEADER = 1024 * 1024
+"""Bytes that the name or the attributes of one member may take: :mod:`tarfile` reads them into memory whole."""
+
+MAX_TRAILER = 1024 * 1024
+"""Bytes behind the end of an archive that are still taken for padding."""
+
+EXTENSIONS = (
+    tarfile.XHDTYPE,
+    tarfile.XGLTYPE,
+    tarfile.SOLARIS_XHDTYPE,
+    tarfile.GNUTYPE_LONGNAME,
+    tarfile.GNUTYPE_LONGLINK,
+)
+
+
 class Malformed(Exception):
-    """The stream is no archive, or one that we do not take."""
+    """The stream is no whole archive."""
+
+
+class Refused(Malformed):
+    """The archive holds a member that nobody should unpack."""
 
 
 def pack(path: bytes, out: int) -> Dict[str, Any]:
@@ -121,16 +142,22 @@ class _Writer:
             view = view[os.write(self._fd, view) :]
 
 
-def unpack(path: bytes, source: int) -> Dict[str, Any]:
+def unpack(path: bytes, source: int, *, modes: int = 0o7777) -> Dict[str, Any]:
     """
     Create the members of a tar stream below a directory.
 
+    Args:
+        path: The directory; made if need be.
+        source: Where the stream comes from.
+        modes: The permissions that members may have.
+
     Raises:
-        Malformed: If the stream is no archive, ends early, or holds a member that is refused.
+        Malformed: If the stream is no archive or ends early.
+        Refused: If it holds a member that leads out of the directory, or a hard link, a device or the like.
 
     """
     os.makedirs(path, exist_ok=True)
-    tree = _Tree(path)
+    tree = _Tree(path, modes)
     reader = _Reader(source)
     try:
         archive = tarfile.open(  # type: ignore[call-overload]  # noqa: SIM115
@@ -159,9 +186,9 @@ def _unpack(archive: tarfile.TarFile, tree: _Tree) -> int:
         parts = _parts(info.name)
         count += 1
         if info.isdir():
-            tree.directory(parts, info.mode & 0o7777)
+            tree.directory(parts, info.mode)
         elif not parts:
-            raise Malformed("%r is no name for a file" % info.name)
+            raise Refused("%r is no name for a file" % info.name)
         elif info.isreg() and not info.issparse():
             file = archive.extractfile(info)
             assert file is not None
@@ -170,11 +197,20 @@ def _unpack(archive: tarfile.TarFile, tree: _Tree) -> int:
             _check_link(parts, info.linkname)
             tree.link(parts, info.linkname.encode("utf-8", "surrogateescape"))
         else:
-            raise Malformed("%r is neither a regular file nor a directory nor a symbolic link" % info.name)
+            raise Refused("%r is neither a regular file nor a directory nor a symbolic link" % info.name)
 
 
 class _Member(tarfile.TarInfo):
-    """A header. Where ``tarfile`` takes rubbish or a missing end mark for the end of the archive, this does not."""
+    """
+    A header. Where ``tarfile`` takes rubbish or a missing end mark for the end of the archive, this does not.
+
+    One that would be read into memory whole has a limit.
+    """
+
+    def _proc_member(self, archive: tarfile.TarFile) -> tarfile.TarInfo:
+        if self.type in EXTENSIONS and self.size > MAX_HEADER:
+            raise Malformed("a header of %d bytes" % self.size)
+        return super()._proc_member(archive)  # type: ignore[misc, no-any-return]
 
     @classmethod
     def fromtarfile(cls, archive: tarfile.TarFile) -> _Member:
@@ -188,10 +224,10 @@ class _Member(tarfile.TarInfo):
 
 def _parts(name: str) -> List[bytes]:
     if name.startswith("/"):
-        raise Malformed("%r is an absolute name" % name)
+        raise Refused("%r is an absolute name" % name)
     parts = [part for part in name.encode("utf-8", "surrogateescape").split(b"/") if part not in (b"", b".")]
     if b".." in parts or any(b"\0" in part for part in parts):
-        raise Malformed("%r leads out of the directory" % name)
+        raise Refused("%r leads out of the directory" % name)
     return parts
 
 
@@ -207,14 +243,15 @@ def _check_link(parts: List[bytes], target: str) -> None:
             depth += 1
     if depth < 0:
         name = b"/".join(parts).decode("utf-8", "replace")
-        raise Malformed("the link %r leads to %r, out of the directory" % (name, target))
+        raise Refused("the link %r leads to %r, out of the directory" % (name, target))
 
 
 class _Tree:
     """The directory that is filled. The directory of the last member stays open, as most members are neighbours."""
 
-    def __init__(self, path: bytes) -> None:
+    def __init__(self, path: bytes, allowed: int) -> None:
         self._path = path
+        self._allowed = allowed
         self._top = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         self._at: Tuple[bytes, ...] = ()
         self._fd = self._top
@@ -224,7 +261,7 @@ class _Tree:
         if parts:
             parent = self._enter(parts[:-1])
             self._make(parent, parts[-1], parts)
-        self._modes.append((parts, mode))
+        self._modes.append((parts, mode & self._allowed))
 
     def file(self, parts: List[bytes], info: tarfile.TarInfo, file: Any) -> None:
         parent = self._enter(parts[:-1])
@@ -241,7 +278,7 @@ class _Tree:
                         view = view[os.write(fd, view) :]
                 if os.fstat(fd).st_size != info.size:
                     raise Malformed("%r ends early" % info.name)
-                os.fchmod(fd, info.mode & 0o7777)
+                os.fchmod(fd, info.mode & self._allowed)
                 os.utime(fd, (info.mtime, info.mtime))
             finally:
                 os.close(fd)
@@ -335,5 +372,7 @@ class _Reader:
 
     def drain(self) -> None:
         """Take the padding behind the archive, so that the sender can finish."""
+        end = self.size
         while self.read(CHUNK):
-            pass
+            if self.size - end > MAX_TRAILER:
+                raise Malformed("data behind the end of the archive")

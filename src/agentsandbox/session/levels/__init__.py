@@ -1,0 +1,13 @@
+# SPDX-License-Identifier: Apache-2.0
+"""
+Sessions without our runner: through a POSIX shell, and through one connection a command.
+
+Both have the interface of :class:`agentsandbox.session.Session`, as far as it goes without a runner, and need of a transport
+nothing but :class:`agentsandbox.transport.exec.Connect`.
+"""
+
+from __future__ import annotations
+
+from agentsandbox.session.levels.shell import ShellSession
+
+__all__ = ["ShellSession"]

@@ -1,0 +1,197 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Exec connections without a cluster: real processes in sandboxes of the local backend, reached as ``pods/exec`` is."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Any
+
+import anyio
+import anyio.abc
+
+from agentsandbox.backends.local import LocalBackend
+from agentsandbox.errors import CommandNotExecutable, CommandNotFound, StartError
+from agentsandbox.models.command import Command
+from agentsandbox.models.sandbox import SandboxSpec
+from agentsandbox.session import Session
+from agentsandbox.session.levels import ShellSession
+from agentsandbox.transport.exec import STDERR, STDOUT
+from agentsandbox.transport.websocket import ExecStatus
+
+if TYPE_CHECKING:
+    from agentsandbox.backends.base import BackendSandbox
+    from agentsandbox.session import Process
+
+SHELLS = ("dash", "bash", "busybox")
+
+SETUP = """
+mkdir -p /tmp/shells/dash /tmp/shells/bash /tmp/shells/busybox
+ln -s "$(command -v dash)" /tmp/shells/dash/sh
+ln -s "$(command -v bash)" /tmp/shells/bash/sh
+b=$(command -v busybox) && for a in $($b --list); do ln -s "$b" "/tmp/shells/busybox/$a"; done
+ls /tmp/shells/*/sh
+"""
+
+
+class LocalConnection:
+    """One command in a local sandbox, with the interface and the manners of an exec websocket."""
+
+    def __init__(self, process: Process | None, status: ExecStatus | None = None) -> None:
+        self.process = process
+        self.status = status
+        self.closed = False
+        self.broken = False
+        self.sent = 0
+        self.kept_alive = 0
+        self._send, self._receive = anyio.create_memory_object_stream[tuple[int, bytes]](8)
+        self._break = anyio.Event()
+
+    async def pump(self, *, task_status: anyio.abc.TaskStatus[None]) -> None:
+        """Carry output until the command has ended and nobody holds it any more."""
+        task_status.started()
+        process = self.process
+        assert process is not None
+
+        async def carry(stream: Any, channel: int) -> None:
+            async for data in stream:
+                if not (self.closed or self.broken):
+                    try:
+                        await self._send.send((channel, data))
+                    except anyio.BrokenResourceError:
+                        pass
+
+        try:
+            async with anyio.create_task_group() as group:
+                group.start_soon(carry, process.stdout, STDOUT)
+                group.start_soon(carry, process.stderr, STDERR)
+            code = (await process.wait()).exit_code
+            self.status = ExecStatus(exit_code=code, reason="NonZeroExitCode" if code else "")
+        except Exception:  # the sandbox is gone: no status, and the stream ends
+            pass
+        finally:
+            self._send.close()
+
+    async def receive(self) -> tuple[int, bytes]:
+        if self.process is None:
+            raise anyio.EndOfStream
+        result: tuple[int, bytes] | None = None
+        ended = False
+        async with anyio.create_task_group() as group:
+
+            async def watch() -> None:
+                await self._break.wait()
+                group.cancel_scope.cancel()
+
+            group.start_soon(watch)
+            if not self.broken:
+                try:
+                    result = await self._receive.receive()
+                except anyio.EndOfStream:
+                    ended = True
+            group.cancel_scope.cancel()
+        if result is not None:
+            return result
+        raise anyio.EndOfStream if ended else anyio.BrokenResourceError
+
+    async def send(self, data: bytes) -> None:
+        if self.broken or self.process is None:
+            raise anyio.BrokenResourceError
+        await self.process.stdin.send(data)
+        self.sent += len(data)
+
+    async def end_stdin(self) -> bool:
+        if self.process is not None:
+            await self.process.stdin.aclose()
+        return True
+
+    async def keep_alive(self) -> None:
+        self.kept_alive += 1
+        if self.broken:
+            raise anyio.BrokenResourceError
+
+    async def aclose(self) -> None:
+        self.closed = True
+        if self.process is not None and not self.broken:
+            await self.process.stdin.aclose()
+        self._receive.close()
+
+    def cut(self) -> None:
+        """Break the connection. What runs over there is not told."""
+        self.broken = True
+        self._break.set()
+
+
+class LocalConnect:
+    """Starts commands in one local sandbox, each over a connection of its own."""
+
+    def __init__(self, runner: Session, group: anyio.abc.TaskGroup, path: str | None = None) -> None:
+        self.runner = runner
+        self.connections: list[LocalConnection] = []
+        self.refuse: Callable[[int], Exception | None] = lambda _: None
+        self.wrap: Callable[[LocalConnection], Any] = lambda connection: connection
+        self._group = group
+        self._env = {} if path is None else {"PATH": path}
+
+    async def __call__(self, command: Sequence[str], *, stdin: bool = False) -> Any:
+        assert sum(map(len, command)) < 2048
+        error = self.refuse(len(self.connections))
+        if error is not None:
+            raise error
+        request = Command(command=tuple(command), env=self._env, timeout=None)
+        try:
+            process = await self.runner.open_process(request)
+        except StartError as error:
+            words = "executable file not found in $PATH" if isinstance(error, CommandNotFound) else "permission denied"
+            assert isinstance(error, (CommandNotFound, CommandNotExecutable))
+            message = f'OCI runtime exec failed: exec failed: unable to start container process: exec: "{command[0]}": {words}'
+            connection = LocalConnection(None, ExecStatus(exit_code=None, reason="InternalError", message=message))
+        else:
+            connection = LocalConnection(process)
+            if not stdin:
+                await process.stdin.aclose()
+            await self._group.start(connection.pump)
+        self.connections.append(connection)
+        return self.wrap(connection)
+
+
+def path_of(shell: str) -> str:
+    """Return a PATH on which ``sh`` is that shell."""
+    return "/tmp/shells/busybox" if shell == "busybox" else f"/tmp/shells/{shell}:/usr/bin:/bin"
+
+
+class ShellBackend(LocalBackend):
+    """The local backend, with sessions of exec level ``shell``."""
+
+    shell = "dash"
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        async with super().running(), anyio.create_task_group() as self.group:
+            yield
+            self.group.cancel_scope.cancel()
+
+    async def create(self, spec: SandboxSpec, name: str) -> BackendSandbox:
+        sandbox = await super().create(spec, name)
+        runner = sandbox.session
+        await runner.exec(Command(command=SETUP))
+        sandbox.connect = LocalConnect(runner, self.group, path_of(self.shell))
+        session = ShellSession(sandbox.connect)
+        await self.group.start(session.run)
+        sandbox.runner = runner
+        sandbox.session = session
+        return sandbox
+
+
+@asynccontextmanager
+async def shell_sandbox(shell: str = "dash") -> AsyncIterator[tuple[ShellSession, LocalConnect, Session]]:
+    """Make one sandbox: its shell session, the connections that it made, and the runner that carries them."""
+    backend = ShellBackend()
+    backend.shell = shell
+    async with backend.running():
+        sandbox = await backend.create(SandboxSpec(image="host"), "one")
+        try:
+            yield sandbox.session, sandbox.connect, sandbox.runner
+        finally:
+            await sandbox.session.aclose()
+            await backend.destroy(sandbox)
