@@ -38,6 +38,13 @@ COMPLETE = [
 ]
 """Modules without I/O, which have no excuse: every line and every branch."""
 
+OVER_DOUBLES = [
+    "contract/test_conformance_cluster.py",
+    "contract/test_inspect_cluster.py",
+    "unit/session/levels",
+]
+"""The whole backend contract again, over the API server double and over plain shells: many minutes."""
+
 ORDINARY_USER = 65534
 """``nobody``: an id that exists everywhere and owns nothing."""
 
@@ -83,7 +90,7 @@ def run_tests(session: nox.Session) -> None:
     """Run the suite, or a selection of it, and hold the whole suite to the coverage thresholds."""
     install_package(session, *groups("test"))
     env = {"COVERAGE_FILE": str(Path(session.create_tmp()).resolve() / "coverage")}
-    elsewhere = [f"--ignore=tests/{name}" for name in ("adapters", "examples", "runner")]
+    elsewhere = [f"--ignore=tests/{name}" for name in ("adapters", "e2e", "examples", "runner", *OVER_DOUBLES)]
     selection = session.posargs or elsewhere
     session.run("coverage", "erase", env=env)
     session.run("coverage", "run", "-m", "pytest", *selection, env=env)
@@ -113,6 +120,14 @@ def runner(session: nox.Session) -> None:
     """Run the program that lives in sandboxes, over pipes, under every Python from 3.7 on that this machine has."""
     install_package(session, *groups("test"))
     session.run("pytest", "tests/runner", *session.posargs)
+
+
+@nox.session
+def doubles(session: nox.Session) -> None:
+    """Run the backend contract over the API server double at each exec level, and over plain shells."""
+    install_package(session, *groups("test"))
+    files = [f"tests/{name}" for name in OVER_DOUBLES if Path("tests", name).exists()]
+    session.run("pytest", *files, *session.posargs)
 
 
 @nox.session(name="adapters-inspect")

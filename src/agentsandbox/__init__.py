@@ -33,6 +33,8 @@ from agentsandbox.models.episode import RolloutResult as RolloutResult
 from agentsandbox.models.episode import Status as Status
 from agentsandbox.models.events import Event as Event
 from agentsandbox.models.events import EventSink as EventSink
+from agentsandbox.models.reset import ResetPolicy as ResetPolicy
+from agentsandbox.models.reset import ResetReport as ResetReport
 from agentsandbox.models.timing import TTFCSample as TTFCSample
 from agentsandbox.models.timing import TTFCSummary as TTFCSummary
 
@@ -46,6 +48,8 @@ if TYPE_CHECKING:
     from agentsandbox.rollouts.grading import grade_tests as grade_tests
     from agentsandbox.rollouts.grading import require_failing as require_failing
     from agentsandbox.rollouts.grading import require_passed as require_passed
+    from agentsandbox.rollouts.hedging import HedgePolicy as HedgePolicy
+    from agentsandbox.rollouts.journal import Journal as Journal
 
 __all__ = [
     "Attempt",
@@ -66,9 +70,13 @@ __all__ = [
     "FailureKind",
     "Graded",
     "GroupSummary",
+    "HedgePolicy",
     "InfrastructureError",
     "InvalidTask",
+    "Journal",
     "Lease",
+    "ResetPolicy",
+    "ResetReport",
     "RolloutResult",
     "SandboxClient",
     "SandboxError",
@@ -88,6 +96,8 @@ __all__ = [
 _LAZY = {
     "BlockingLease": "agentsandbox.blocking",
     "BlockingPool": "agentsandbox.blocking",
+    "HedgePolicy": "agentsandbox.rollouts.hedging",
+    "Journal": "agentsandbox.rollouts.journal",
     "Lease": "agentsandbox.client",
     "SandboxClient": "agentsandbox.client",
     "SandboxPool": "agentsandbox.pool",

@@ -24,6 +24,7 @@ Everything that can go wrong, in one tree, and the one place that judges it.
     │   ├─ ResetFailed                        no rung could be applied
     │   └─ ResetUnverified                    a rung was applied, and its effect could not be shown
     ├─ BatchFailed                            too many failures in one batch; carries every record
+    ├─ JournalError                           the journal cannot be read or written; carries what it could not take
     └─ InfrastructureError                    nobody's fault who writes tasks; retryable
         ├─ AcquireTimeout (TimeoutError)
         ├─ EpisodeTimeout (TimeoutError)      the attempt ran into its deadline
@@ -55,7 +56,7 @@ from typing import TYPE_CHECKING, Any
 import attrs
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Collection, Sequence
 
 __all__ = [
     "AcquireTimeout",
@@ -79,6 +80,7 @@ __all__ = [
     "InvalidObject",
     "InvalidReward",
     "InvalidTask",
+    "JournalError",
     "NotFound",
     "OutputLimitExceeded",
     "PermissionDenied",
@@ -132,6 +134,8 @@ class FailureKind(StrEnum):
     CONTROL_PLANE = "control_plane"
     PROTOCOL = "protocol"
     CANCELLED = "cancelled"
+    INTERRUPTED = "interrupted"
+    JOURNAL = "journal"
 
 
 class Blame(StrEnum):
@@ -515,6 +519,17 @@ class BatchFailed(SandboxError):
         self.records = tuple(records)
 
 
+class JournalError(SandboxError):
+    """The journal cannot be used or written. ``records`` has all of the batch that it stopped, unwritten ones, too."""
+
+    kind = FailureKind.JOURNAL
+    blame = Blame.CALLER
+
+    def __init__(self, message: str, records: Sequence[Any] = ()) -> None:
+        super().__init__(message)
+        self.records = tuple(records)
+
+
 @attrs.frozen(kw_only=True)
 class Failure:
     """The verdict on one attempt that gave no reward."""
@@ -529,13 +544,26 @@ class Failure:
     """Whether the same episode on another sandbox may well succeed."""
     message: str
     """One line for a person, in the words of whoever saw it."""
+    gradable: bool = False
+    """Whether a grader may still look at what the episode left: its sandbox is the one it was given, and still good."""
+    reward_valid: bool = False
+    """Whether a reward that was earned before stands: only what failed after the end of an episode leaves it alone."""
     cause: BaseException | None = attrs.field(default=None, eq=False, repr=False)
     """The exception itself, for ``raise … from`` and for debugging; not serialised."""
 
 
-def classify(error: BaseException, phase: Phase) -> Failure:
+# The command, the rollout function or the grader failed, and not the place.
+_GRADABLE = frozenset(
+    "command command_timeout output_limit rollout_raised invalid_reward evidence_missing".split()  # noqa: SIM905
+)
+
+TASK_FAULTS = frozenset({"oom_killed", "disk_full", "unkillable", "killed", "completed"})
+"""Reasons of :exc:`SandboxLost` that an episode can bring about: with its memory, files, processes, or a signal."""
+
+
+def classify(error: BaseException, phase: Phase, *, task_faults: Collection[str] = ()) -> Failure:
     """
-    Judge an exception: the only place that decides what may be tried again.
+    Judge an exception: the only place that decides what may be tried again, graded, or believed.
 
     Exceptions that are not ours come from the rollout function, and are final: code that raises once raises again, and
     calling its failure infrastructure would hide a bug behind retries.
@@ -543,6 +571,7 @@ def classify(error: BaseException, phase: Phase) -> Failure:
     Args:
         error: What ended the attempt.
         phase: Where it ended.
+        task_faults: Reasons of :exc:`SandboxLost`, out of :data:`TASK_FAULTS`, that are the episode's own, and final.
 
     Returns:
         The verdict, with the exception kept as its cause.
@@ -550,6 +579,8 @@ def classify(error: BaseException, phase: Phase) -> Failure:
     """
     if isinstance(error, SandboxError):
         kind, blame, retryable = error.kind, error.blame, error.retryable
+        if isinstance(error, SandboxLost) and error.reason in task_faults:
+            blame, retryable = Blame.TASK, False
     else:
         kind, blame, retryable = FailureKind.ROLLOUT_RAISED, Blame.CALLER, False
     try:
@@ -559,4 +590,6 @@ def classify(error: BaseException, phase: Phase) -> Failure:
     if len(text) > _LONGEST_MESSAGE:
         text = f"{text[:_LONGEST_MESSAGE]}…"
     message = f"{type(error).__name__}: {text}" if text else type(error).__name__
-    return Failure(kind=kind, phase=phase, blame=blame, retryable=retryable, message=message, cause=error)
+    gradable = kind in _GRADABLE and phase not in (Phase.ACQUIRE, Phase.HYDRATE)
+    axes = {"gradable": gradable, "reward_valid": phase in (Phase.RESET, Phase.RELEASE)}
+    return Failure(kind=kind, phase=phase, blame=blame, retryable=retryable, message=message, cause=error, **axes)

@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
+import math
+import os
+from collections.abc import AsyncGenerator, Collection, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -11,11 +13,15 @@ from typing import TYPE_CHECKING, Any, Self
 import anyio
 import attrs
 
+from agentsandbox.backends.local.leftovers import started
 from agentsandbox.client import SandboxClient
 from agentsandbox.errors import ConfigurationError, UsageError
 from agentsandbox.models.episode import Episode, RolloutResult, check_batch
 from agentsandbox.rollouts.gather import check_limits, gather_rollouts
+from agentsandbox.rollouts.journal import Journal
+from agentsandbox.rollouts.leftovers import reap
 from agentsandbox.rollouts.source import check_rollout
+from agentsandbox.warmpool.publishing import Publisher
 
 if TYPE_CHECKING:
     from anyio.abc import TaskGroup
@@ -25,6 +31,7 @@ if TYPE_CHECKING:
     from agentsandbox.models.command import ExecResult
     from agentsandbox.models.events import EventSink
     from agentsandbox.models.reset import ResetReport
+    from agentsandbox.rollouts.hedging import HedgePolicy
     from agentsandbox.rollouts.source import RolloutFunction
     from agentsandbox.warmpool.statistics import PoolStatistics
 
@@ -41,6 +48,8 @@ class _Settings:
     episode_timeout: float | None
     failure_threshold: float | None
     output: Path | None
+    task_faults: Collection[str]
+    hedge: HedgePolicy | None
 
 
 class SandboxPool(anyio.AsyncContextManagerMixin):
@@ -62,11 +71,18 @@ class SandboxPool(anyio.AsyncContextManagerMixin):
         failure_threshold: The largest share (0 to 1) of episodes without a reward through infrastructure that is
             accepted; ``None`` is any.
         output: Directory under which artifacts, patches and command logs are saved; ``None`` saves none.
+        task_faults: Ways in which an episode can lose its own sandbox that are final, such as ``{"oom_killed"}``.
+        hedge: When to ask for a second sandbox, or start a second attempt, because the first takes too long; ``None``
+            is never.
+        journal: File in which every step is written before it is taken, so that a driver that was killed can go on.
+        resume: Whether to go on with a journal that exists: finished records are returned, the rest runs again, and
+            what the dead driver left behind is removed.
         sink: Takes the events of the client and of the rollouts.
         client: Options of :class:`~agentsandbox.SandboxClient`: ``spares``, ``max_sandboxes``, ``acquire_timeout``, …
 
     Raises:
         ConfigurationError: If a setting cannot work. Nothing has been created then.
+        JournalError: On entering, if the journal cannot be used. Nothing has been created then.
 
     """
 
@@ -83,6 +99,10 @@ class SandboxPool(anyio.AsyncContextManagerMixin):
         episode_timeout: float | None = None,
         failure_threshold: float | None = None,
         output: Path | str | None = None,
+        task_faults: Collection[str] = (),
+        hedge: HedgePolicy | None = None,
+        journal: Journal | Path | str | None = None,
+        resume: bool = False,
         sink: EventSink | Iterable[EventSink] = (),
         **client: Any,
     ) -> None:
@@ -93,13 +113,23 @@ class SandboxPool(anyio.AsyncContextManagerMixin):
             episode_timeout=episode_timeout,
             failure_threshold=failure_threshold,
             output=output,
+            task_faults=task_faults,
         )
+        if isinstance(journal, Journal) and resume:
+            raise ConfigurationError("resume is for a journal given by its path; this one says itself what to do")
+        if journal is None and resume:
+            raise ConfigurationError("there is nothing to resume without a journal; give journal='run.journal', too")
         if rollout is not None:
             check_rollout(rollout)
         self._sinks: tuple[EventSink, ...] = (sink,) if callable(sink) else tuple(sink)
-        self._client = SandboxClient(backend, images=images, sink=self._sinks, **client)
+        self.journal = journal if journal is None or isinstance(journal, Journal) else Journal(journal, resume=resume)
+        """Where every step is written, if anywhere."""
+        noting = () if self.journal is None else (self.journal.note,)
+        self._client = SandboxClient(backend, images=images, sink=(*self._sinks, *noting), **client)
         most = sum(self._client.images.values())
         cap = client.get("max_sandboxes")
+        if hedge is not None and "burst" not in client:
+            self._client.burst = math.ceil(hedge.budget * most)
         self._settings = _Settings(
             rollout=rollout,
             parallelism=parallelism or (most if cap is None else min(most, cap)),
@@ -109,6 +139,8 @@ class SandboxPool(anyio.AsyncContextManagerMixin):
             episode_timeout=episode_timeout,
             failure_threshold=failure_threshold,
             output=None if output is None else Path(output),
+            task_faults=frozenset(task_faults),
+            hedge=hedge,
         )
         self._stragglers: TaskGroup | None = None
         self._batches = 0
@@ -117,9 +149,11 @@ class SandboxPool(anyio.AsyncContextManagerMixin):
     @asynccontextmanager
     async def __asynccontextmanager__(self) -> AsyncGenerator[Self]:
         failure: BaseException | None = None
-        async with self._client, anyio.create_task_group() as stragglers:
+        async with self._journal_open(), self._client, anyio.create_task_group() as stragglers:
             self._stragglers = stragglers
             try:
+                if self.journal is not None:
+                    await self.journal.describe(self._client.backend.receipt())
                 yield self
             except (anyio.get_cancelled_exc_class(), GeneratorExit):
                 raise
@@ -133,6 +167,19 @@ class SandboxPool(anyio.AsyncContextManagerMixin):
                 raise failure
             finally:
                 failure = None
+
+    @asynccontextmanager
+    async def _journal_open(self) -> AsyncGenerator[None]:
+        """Have the journal open around everything that it tells of, and put away what earlier drivers left."""
+        if self.journal is None:
+            yield
+            return
+        backend = self._client.backend
+        driver = {"pid": os.getpid(), "started": started(os.getpid())}
+        run_id = getattr(backend, "run_id", self._client.run_id)
+        async with self.journal.writing({"run_id": run_id, "backend": backend.name, "driver": driver}):
+            await reap(self.journal, backend, Publisher(self._sinks))
+            yield
 
     @property
     def client(self) -> SandboxClient:
@@ -149,6 +196,7 @@ class SandboxPool(anyio.AsyncContextManagerMixin):
         batch: Sequence[Episode],
         *,
         rollout: RolloutFunction | None = None,
+        batch_id: str | None = None,
         **overrides: Any,
     ) -> RolloutResult:
         """
@@ -157,8 +205,11 @@ class SandboxPool(anyio.AsyncContextManagerMixin):
         Args:
             batch: The episodes, each id once, of images that the pool has.
             rollout: The async function that runs an episode; ``None`` is the pool's.
+            batch_id: What the batch is called in the journal, such as ``"step-49"``; without it a resumed batch is
+                recognised by its content.
             overrides: Settings of the pool that differ for this batch: ``parallelism``, ``max_attempts``,
-                ``retry_timeouts``, ``deadline``, ``episode_timeout``, ``failure_threshold``, ``output``.
+                ``retry_timeouts``, ``deadline``, ``episode_timeout``, ``failure_threshold``, ``output``,
+                ``task_faults``, ``hedge``.
 
         Returns:
             The records in input order, with counts and times.
@@ -167,6 +218,7 @@ class SandboxPool(anyio.AsyncContextManagerMixin):
             ConfigurationError: If the input cannot work: an unknown image, an id that appears twice, a rollout function
                 that is not async.
             BatchFailed: If more than ``failure_threshold`` failed; it carries every record.
+            JournalError: If the journal cannot be written; it carries the records that were made.
             UsageError: If the pool is not open.
 
         """
@@ -198,6 +250,8 @@ class SandboxPool(anyio.AsyncContextManagerMixin):
                 limits=self._client.images,
                 sink=self._sinks,
                 stragglers=self._stragglers,
+                journal=self.journal,
+                batch_id=batch_id,
                 **settings,
             )
         finally:

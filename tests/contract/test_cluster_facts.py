@@ -192,7 +192,11 @@ async def test_image_change_in_place_as_recorded() -> None:
         events = await watched(cluster, session, act, count=len(recorded))
 
     told = [
-        {"type": one["type"], "status": one["object"]["status"], "image": one["object"]["spec"]["containers"][0]["image"]}
+        {
+            "type": one["type"],
+            "status": one["object"]["status"],
+            "image": one["object"]["spec"]["containers"][0]["image"],
+        }
         for one in events
     ]
     wanted = [{key: one[key] for key in ("type", "status", "image")} for one in recorded]
@@ -256,7 +260,10 @@ async def test_every_pod_status_is_asked() -> None:
 
 def by_type(found):
     """The order of conditions says nothing once they went through a client."""
-    return {**found, "status": {**found["status"], "conditions": sorted(found["status"]["conditions"], key=lambda c: c["type"])}}
+    return {
+        **found,
+        "status": {**found["status"], "conditions": sorted(found["status"]["conditions"], key=lambda c: c["type"])},
+    }
 
 
 @pytest.mark.parametrize("case", PODS)
@@ -348,9 +355,7 @@ NOT_PLAIN = {
 def as_text(found):
     """Status frames as objects, ids numbered."""
     normal = Normal()
-    return {
-        channel: normal(json.loads(data)) if channel == 3 else data for channel, data in found.items()
-    }
+    return {channel: normal(json.loads(data)) if channel == 3 else data for channel, data in found.items()}
 
 
 async def replay(case, cluster, session, **more):
@@ -382,6 +387,10 @@ async def test_stream_as_recorded(case: str) -> None:
         await make(cluster, session, pod("a"))
         found = await replay(case, cluster, session)
 
+        if case == "background_child_detached":  # it is still there when its stream has ended
+            left = await run_exec(cluster, session, ["sh", "-c", "grep -l sleep /proc/[0-9]*/comm | wc -l"])
+            assert channels(left["frames"])[1] == b"2\n"
+
     assert as_text(channels(found["frames"])) == as_text(recorded_channels(EXEC[case]))
 
 
@@ -408,7 +417,7 @@ async def test_long_argument_as_recorded(case: str, size: int) -> None:
 
 
 async def test_memory_as_recorded() -> None:
-    """A child that takes too much memory is killed: exit code 137, one more in the cgroup's count, the Pod as before."""
+    """A child over the memory limit is killed: exit code 137, one more in its cgroup's count, the Pod as before."""
     async with cluster_as_recorded(enforce_memory=True) as (cluster, session):
         await make(cluster, session, pod("a"))
         before = cluster.pod("a")
@@ -486,6 +495,8 @@ async def test_handshake_as_recorded(case: str) -> None:
 
 # restart_in_place.json
 
+# A first process that does not handle a signal yet never sees it.
+READY = "until grep -q 'SigCgt:.*42..$' /proc/1/status; do :; done"
 FIRST_PROCESS = json.loads((FACTS / "restart_in_place.json").read_text())["first_process"]
 
 
@@ -529,6 +540,7 @@ async def test_restart_in_place_as_recorded(case: str) -> None:
         f"facts-{case.replace('_', '-')}",
         ["sh", "-c", FIRST_PROCESS],
         restartPolicy=recorded["pod_restart_policy"],
+        terminationGracePeriodSeconds=300,  # of the test's short seconds
         container={**container, "volumeMounts": [{"name": "data", "mountPath": "/data"}]},
         volumes=[{"name": "data", "emptyDir": {}}],
     )
@@ -546,6 +558,7 @@ async def test_restart_in_place_as_recorded(case: str) -> None:
             restarts = cluster.pod(name)["status"]["containerStatuses"][0]["restartCount"]
             if step == 0 and recorded["empty_dir_marker_survives"] is not None:
                 await run_exec(cluster, session, ["sh", "-c", "touch /marker /data/marker"], pod=name)
+            await run_exec(cluster, session, ["sh", "-c", READY], pod=name)
             if "image_patch" in case:
                 await change_image(cluster, session, name, f"docker.io/sandbox/swe:{2 - step % 2}")
             if rules or "image_patch" not in case:
@@ -555,15 +568,16 @@ async def test_restart_in_place_as_recorded(case: str) -> None:
             await until(
                 cluster,
                 name,
-                lambda found, restarts=restarts: is_ready(found)
-                and found["status"]["containerStatuses"][0]["restartCount"] > restarts,
+                lambda found, restarts=restarts: (
+                    is_ready(found) and found["status"]["containerStatuses"][0]["restartCount"] > restarts
+                ),
             )
             if step == 0 and recorded["empty_dir_marker_survives"] is not None:
                 root = await run_exec(cluster, session, ["test", "-e", "/marker"], pod=name)
                 data = await run_exec(cluster, session, ["test", "-e", "/data/marker"], pod=name)
                 survives = [json.loads(found["frames"][-1][1:])["status"] == "Success" for found in (root, data)]
                 expected = [recorded["root_file_system_marker_survives"], recorded["empty_dir_marker_survives"]]
-                assert survives == expected
+                assert survives == expected, (root, data)
         unsubscribe()
 
     first = next(i for i, one in enumerate(events) if normal_start(one) == normal_start(recorded["watch"][0]))

@@ -21,7 +21,7 @@ import anyio
 import pytest
 
 from agentsandbox.backends.local import LocalBackend, LocalSandbox, Unconfined
-from agentsandbox.errors import ConfigurationError, SandboxLost
+from agentsandbox.errors import ConfigurationError, SandboxLost, StartError
 from agentsandbox.models.command import Command, ExecResult
 from agentsandbox.models.sandbox import SandboxSpec
 
@@ -203,7 +203,9 @@ async def test_other_directories_of_the_host_are_not_there(tmp_path: Path) -> No
     (tmp_path / "data").write_text("of the host")
     async with sandboxes(spec=STRONGEST) as (sandbox,):
         assert (await run(sandbox, ["ls", str(tmp_path)])).exit_code != 0
-        assert await output(sandbox, "ls -A /srv /mnt /tmp /var/tmp | grep -v : ; true") == "\n\n\n"
+        shown = set(Path(sys.prefix).parts) | set(Path(sys.base_prefix).parts)
+        seen = (await output(sandbox, "ls -A /srv /mnt /tmp /var/tmp | grep -v :; true")).split()
+        assert set(seen) <= shown  # the interpreter may live there
 
 
 # Nothing of the host is writable.
@@ -346,6 +348,14 @@ async def test_image_without_python_works(image: Path) -> None:
         assert await sandbox.session.read_file("/copy/old/f") == b"f"
 
 
+async def forks(sandbox: LocalSandbox) -> bool:
+    """Whether a command can start processes; with no room left it may itself not start."""
+    try:
+        return (await run(sandbox, "true | true | true")).ok
+    except StartError:
+        return False
+
+
 async def test_fork_bomb_is_a_sandboxs_own_problem() -> None:
     """A sandbox that is full of processes cannot fork; its neighbour can, and after the kill it can again."""
     code = """if True:
@@ -362,17 +372,16 @@ async def test_fork_bomb_is_a_sandboxs_own_problem() -> None:
     """
     async with sandboxes(2, max_processes=64) as (bomber, neighbour):
         result = await run(bomber, ["python3", "-c", code])
-        stuck = await run(bomber, "true | true | true")
+        stuck = await forks(bomber)
         spawned = await output(neighbour, "for i in 1 2 3 4 5 6 7 8; do sleep 1000 & done; echo ok")
         await run(bomber, ["sh", "-c", "kill -9 -1"])
         with anyio.fail_after(30):
-            while (after := await run(bomber, "true | echo ok")).exit_code:
+            while not await forks(bomber):
                 pass  # what was killed counts until it has been reaped
 
     assert 32 <= int(result.text) < 64
-    assert stuck.exit_code != 0 or result.leftovers
+    assert not stuck or result.leftovers
     assert spawned == "ok\n"
-    assert after.text == "ok\n"
 
 
 @as_root

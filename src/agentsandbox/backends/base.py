@@ -120,6 +120,10 @@ class Backend(ABC):
         """
         raise UsageError(f"backend {cls.name!r} leaves nothing behind that could be removed: {receipt['run_id']}")
 
+    def receipt(self) -> Mapping[str, Any]:
+        """Return what :meth:`remove_leftovers` needs to know of this run that only its backend does, once it runs."""
+        return {}
+
     async def examine(self) -> list[Check]:
         """Look at everything that it needs, for ``agentsandbox doctor``; nothing that it makes stays behind."""
         return []

@@ -50,7 +50,7 @@ def backend_class(name: str) -> type[Backend]:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         missing = error.name or ""
-        if missing == module_name:
+        if f"{module_name}.".startswith(f"{missing}."):
             message = f"backend {name!r} is not part of this version of agentsandbox; use 'local'"
         else:
             top = missing.partition(".")[0]

@@ -4,15 +4,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
-import anyio
 import typer
 from rich.console import Console
 
-from agentsandbox.errors import BatchFailed, SandboxError
+from agentsandbox.cli.cluster_commands import job, reap, ttfc
+from agentsandbox.cli.cluster_options import ClusterOptions, Context, ImageUser, Namespace, RunAsRoot, RuntimeClass
+from agentsandbox.cli.running import running as _run
 
 __all__ = ["app"]
 
@@ -25,48 +25,59 @@ app = typer.Typer(
 bench = typer.Typer(no_args_is_help=True, help="Measure, each figure beside its bare counterpart in the same run.")
 app.add_typer(bench, name="bench")
 
-T = TypeVar("T")
-
 Output = Annotated[Path, typer.Option(help="Directory of the run.", show_default=False)]
 Backend = Annotated[str, typer.Option(help="Where sandboxes come from.")]
 Image = Annotated[str, typer.Option(help="What they are made from: 'host', a directory, or an image archive.")]
+AnyImage = Annotated[
+    str | None,
+    typer.Option(help="What they are made from. Default: 'host', on a cluster python:3.12-alpine."),
+]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
-
-
-def _run(action: Callable[..., Awaitable[T]], *args: Any, **options: Any) -> T:
-    """Run *action* on asyncio; what we raise on purpose becomes one line on standard error and exit code 2."""
-    try:
-        return anyio.run(lambda: action(*args, **options))
-    except BatchFailed as error:
-        Console(stderr=True).print(f"error: {error}", markup=False, highlight=False, soft_wrap=True)
-        raise typer.Exit(1) from error
-    except SandboxError as error:
-        Console(stderr=True).print(f"error: {error}", markup=False, highlight=False, soft_wrap=True)
-        raise typer.Exit(2) from error
 
 
 @app.command()
 def run(
-    output: Output,
+    output: Annotated[Path | None, typer.Option(help="Directory of the run.", show_default=False)] = None,
     *,
+    resume: Annotated[
+        Path | None, typer.Option(help="Directory of a run that was killed: go on with it.", show_default=False)
+    ] = None,
     count: Annotated[int | None, typer.Option(help="Episodes to run. Default: 10, or all tasks.")] = None,
     parallelism: Annotated[int | None, typer.Option(help="Episodes at once. Default: all.")] = None,
     backend: Backend = "local",
-    image: Image = "host",
+    image: AnyImage = None,
     tasks: Annotated[Path | None, typer.Option(help="File with one task, a JSON object, a line.")] = None,
     rollout: Annotated[str | None, typer.Option(help="Async function module:function(sandbox, episode).")] = None,
+    context: Context = None,
+    namespace: Namespace = None,
+    runtime_class: RuntimeClass = None,
+    user: ImageUser = None,
+    run_as_root: RunAsRoot = False,
 ) -> None:
     """
     Run a batch of episodes and write DIR/results.json, a log an episode, and a receipt.
 
-    Without --tasks each episode repairs a boundary bug and shows that the test fails before and passes after. The exit
-    code is 0 only if every episode has a valid reward.
+    Without --tasks each episode repairs a boundary bug and shows that the test fails before and passes after. On a
+    cluster there are pods.json and events.txt as well. The exit code is 0 only if every episode has a valid reward.
     """
     from agentsandbox.cli.run import RunOptions
     from agentsandbox.cli.run import run as run_batch
 
+    directory = output if resume is None else resume
+    if directory is None or (output is not None and resume is not None):
+        raise typer.BadParameter("give either --output DIR for a new run, or --resume DIR to go on with one")
     options = RunOptions(
-        output=output, count=count, parallelism=parallelism, backend=backend, image=image, tasks=tasks, rollout=rollout
+        output=directory,
+        resume=resume is not None,
+        count=count,
+        parallelism=parallelism,
+        backend=backend,
+        image=image,
+        tasks=tasks,
+        rollout=rollout,
+        cluster=ClusterOptions(
+            context=context, namespace=namespace, runtime_class=runtime_class, user=user, run_as_root=run_as_root
+        ),
     )
     if not _run(run_batch, options, Console(soft_wrap=True)):
         raise typer.Exit(1)
@@ -82,26 +93,83 @@ def cleanup(output: Output) -> None:
 
 
 @app.command()
-def doctor(backend: Backend = "local", *, as_json: Json = False) -> None:
+def doctor(
+    backend: Backend = "local",
+    *,
+    image: Annotated[list[str] | None, typer.Option(help="Make a sandbox of it, too. May be repeated.")] = None,
+    as_json: Json = False,
+    context: Context = None,
+    namespace: Namespace = None,
+    runtime_class: RuntimeClass = None,
+    user: ImageUser = None,
+    run_as_root: RunAsRoot = False,
+) -> None:
     """Say whether a backend can work here and, where it cannot, what to do about it."""
     from agentsandbox.cli.doctor import doctor as examine
 
-    if not _run(examine, backend, Console(soft_wrap=True), as_json=as_json):
+    cluster = ClusterOptions(
+        context=context, namespace=namespace, runtime_class=runtime_class, user=user, run_as_root=run_as_root
+    )
+    console, images = Console(soft_wrap=True), image or []
+
+    async def act() -> bool:
+        cluster.require_cluster(backend)
+        options = {}
+        if backend == "kubernetes":
+            options = {**cluster.for_backend(images[0] if images else None), "ready_timeout": 120.0}
+        return await examine(backend, console, as_json=as_json, images=images, options=options)
+
+    if not _run(act):
         raise typer.Exit(1)
 
 
 @bench.command("exec")
 def bench_exec(
     backend: Backend = "local",
-    image: Image = "host",
+    image: AnyImage = None,
     *,
     repeats: Annotated[int, typer.Option(min=1, help="Commands of each kind.")] = 200,
     as_json: Json = False,
+    context: Context = None,
+    namespace: Namespace = None,
+    runtime_class: RuntimeClass = None,
+    user: ImageUser = None,
+    run_as_root: RunAsRoot = False,
 ) -> None:
-    """Latency of a warm command, throughput both ways, memory of the driver."""
-    from agentsandbox.cli import bench as benches
+    """
+    Latency of a warm command, throughput both ways, memory of the driver.
 
-    _print(_run(benches.bench_exec, backend, image, repeats=repeats), as_json=as_json)
+    On a cluster: latency of a command over a sandbox's open stream, beside that of one exec connection a command.
+    """
+    cluster = ClusterOptions(
+        context=context, namespace=namespace, runtime_class=runtime_class, user=user, run_as_root=run_as_root
+    )
+
+    async def act() -> dict[str, Any]:
+        cluster.require_cluster(backend)
+        if backend == "kubernetes":
+            from agentsandbox.cli import bench_cluster
+
+            return await bench_cluster.bench_exec(cluster, image, repeats=repeats)
+        from agentsandbox.cli import bench as benches
+
+        return await benches.bench_exec(backend, image or "host", repeats=repeats)
+
+    _print(_run(act), as_json=as_json)
+
+
+@bench.command("reset")
+def bench_reset(
+    backend: Backend = "local",
+    image: Image = "host",
+    *,
+    repeats: Annotated[int, typer.Option(min=1, help="Resets of each kind.")] = 15,
+    as_json: Json = False,
+) -> None:
+    """Make used sandboxes like new, by each rung, beside git on the same tree."""
+    from agentsandbox.cli import bench_reset as benches
+
+    _print(_run(benches.bench_reset, backend, image, repeats=repeats), as_json=as_json)
 
 
 @bench.command("rollout")
@@ -117,6 +185,11 @@ def bench_rollout(
     from agentsandbox.cli import bench as benches
 
     _print(_run(benches.bench_rollout, backend, image, count=count, concurrency=concurrency), as_json=as_json)
+
+
+app.command()(ttfc)
+app.command()(reap)
+app.add_typer(job, name="job")
 
 
 def _print(report: dict[str, Any], *, as_json: bool) -> None:

@@ -22,6 +22,8 @@ __all__ = ["OutputDirectory", "read_receipt"]
 RECEIPT = "receipt.json"
 RESULTS = "results.json"
 RECEIPT_VERSION = 1
+NOTED_AT_ONCE = 256
+"""Objects up to which the receipt is written for each; beyond, once a second."""
 
 LOGGED = {
     "lease.granted": "ready",
@@ -39,16 +41,17 @@ class OutputDirectory:
     Args:
         path: The directory. It must not exist, so that no earlier record is overwritten.
         receipt: What the run is about to create, and for whom.
+        resume: Whether to go on in a directory that exists.
 
     Raises:
-        ConfigurationError: If the directory exists or cannot be made.
+        ConfigurationError: If the directory exists and is not to be resumed, or cannot be made.
 
     """
 
-    def __init__(self, path: Path, receipt: Mapping[str, Any]) -> None:
+    def __init__(self, path: Path, receipt: Mapping[str, Any], *, resume: bool = False) -> None:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.mkdir()
+            path.mkdir(exist_ok=resume)
         except FileExistsError:
             raise ConfigurationError(f"{path} exists; results are never overwritten, choose another --output") from None
         except OSError as error:
@@ -72,17 +75,38 @@ class OutputDirectory:
         """Return where the log of *episode* goes."""
         return self.path / f"rollout-{re.sub(r'[^A-Za-z0-9._-]', '_', episode)[:150]}.log"
 
+    def note(self, **facts: Any) -> None:
+        """Note something in the receipt."""
+        self._receipt.update(facts)
+        self._write_receipt()
+
+    def created(self, kind: str, object_: Mapping[str, Any]) -> None:
+        """Note in the receipt that there is an object on a cluster."""
+        meta = object_["metadata"]
+        self._receipt["created"].append({"kind": kind, "name": meta["name"], "uid": meta["uid"]})
+        # Thousands of Pods must not mean thousands of long files; what is not noted is known by its labels.
+        if len(self._receipt["created"]) <= NOTED_AT_ONCE or time.monotonic() - self._written > 1.0:
+            self._write_receipt()
+
     def end(self) -> None:
         """Note in the receipt that the run has ended by itself."""
-        self._receipt["ended"] = True
-        self._write_receipt()
+        self.note(ended=True)
 
     def write_results(self, results: Mapping[str, Any]) -> None:
         """Write ``results.json``: whole or not at all."""
         _write(self.path / RESULTS, results)
 
+    def write(self, name: str, value: Any) -> None:
+        """Write a file of JSON: whole or not at all."""
+        _write(self.path / name, value)
+
+    def write_text(self, name: str, text: str) -> None:
+        """Write a file of text."""
+        (self.path / name).write_text(text, encoding="utf-8")
+
     def _write_receipt(self) -> None:
         _write(self.path / RECEIPT, self._receipt)
+        self._written = time.monotonic()
 
 
 def read_receipt(path: Path) -> dict[str, Any]:
@@ -104,7 +128,7 @@ def read_receipt(path: Path) -> dict[str, Any]:
     return receipt
 
 
-def _write(path: Path, value: Mapping[str, Any]) -> None:
+def _write(path: Path, value: Any) -> None:
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     temporary.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
     temporary.replace(path)

@@ -53,7 +53,7 @@ class BatchProgress:
 
     def __call__(self, event: Event) -> None:
         """Take an event; only the end of an episode moves anything."""
-        if event.name != "episode.ended":
+        if event.name not in ("episode.ended", "episode.restored"):
             return
         self._ended += 1
         self._without += event.data.get("status") != "rewarded"

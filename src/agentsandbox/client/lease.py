@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import anyio
+import attrs
 
 from agentsandbox.client.command_log import CommandEntry, CommandLog, as_words
 from agentsandbox.client.fence import fenced
@@ -23,21 +24,18 @@ from agentsandbox.errors import (
     UsageError,
 )
 from agentsandbox.models.command import DEFAULT_OUTPUT_LIMIT, DEFAULT_TIMEOUT, Command, ExecResult
-from agentsandbox.models.reset import ResetPolicy, ResetReport
 from agentsandbox.models.timing import StartKind, TTFCSample
-from agentsandbox.reset.ladder import next_rung
 
 if TYPE_CHECKING:
     from types import TracebackType
     from typing import Self
 
+    from agentsandbox.models.reset import ResetReport
     from agentsandbox.models.sandbox import Capabilities, Identity
     from agentsandbox.warmpool.engine import Engine
     from agentsandbox.warmpool.tenure import Tenure
 
 __all__ = ["Lease"]
-
-_RESET_POLICY = ResetPolicy()
 
 
 class Lease:
@@ -74,6 +72,8 @@ class Lease:
         """The image that was asked for."""
         self.start: StartKind = tenure.start
         """How its sandbox was come by."""
+        self.reused = tenure.grant.reused
+        """Whether its first sandbox had been used before, also when it was waited for."""
         self.requested_at = tenure.requested_at
         """When it was asked for, in seconds on the driver's monotonic clock."""
         self.granted_at = tenure.granted_at
@@ -326,11 +326,27 @@ class Lease:
         """
         tenure = self._current()
         began = anyio.current_time()
-        rung, reason = next_rung(_RESET_POLICY, tenure.sandbox.capabilities.rungs)
         self._resetting = True
         self.generation += 1
         self._finalizer.detach()
         self._tenure = None
+        report: ResetReport | None = None
+        try:
+            report = await self._engine.reset(tenure)
+        except BaseException:
+            self._death = SandboxLost("deleted", "its reset did not come to its end")
+            raise
+        finally:
+            if report is None or (self.released and report.verified):
+                self._resetting = False
+                self._engine.release(tenure, discard=True)
+        if report.verified:
+            self._resetting = False
+            if self.released:
+                raise UsageError("the lease was released while it was reset")
+            self._adopt(tenure)
+            self._emit("lease.reset", rung=report.rung, seconds=report.seconds)
+            return report
         try:
             tenure = await self._engine.replace(tenure, timeout=self._acquire_timeout)
         except BaseException as error:
@@ -345,8 +361,10 @@ class Lease:
             raise UsageError("the lease was released while it was reset")
         self._adopt(tenure)
         seconds = anyio.current_time() - began
+        # The holder has another sandbox, whichever way the old one goes.
+        rung = "jail" if report.rung == "jail" else "replace"
         self._emit("lease.reset", rung=rung, seconds=seconds)
-        return ResetReport(rung=rung or "replace", seconds=seconds, verified=True, reason=reason)
+        return attrs.evolve(report, rung=rung, seconds=seconds, verified=True)
 
     async def release(self, *, discard: bool = False) -> None:
         """

@@ -24,7 +24,7 @@ from agentsandbox.warmpool.statistics import PoolStatistics
 if TYPE_CHECKING:
     from agentsandbox.models.command import ExecResult
     from agentsandbox.models.events import EventSink
-    from agentsandbox.models.reset import ResetReport
+    from agentsandbox.models.reset import ResetPolicy, ResetReport
 
 __all__ = ["SandboxClient"]
 
@@ -42,6 +42,7 @@ class SandboxClient(anyio.AsyncContextManagerMixin):
         images: Image → how many sandboxes of it may be leased at once; names alone mean 1 each.
         spares: Sandboxes of each image kept ready beyond that, so that releasing one makes nobody wait. ``None`` leaves
             it to the backend: as many again where they are cheap, none where they are not.
+        burst: Sandboxes of each image that may be leased beyond its size, made only when somebody waits for one.
         max_sandboxes: Most sandboxes alive at once over all images, those being removed included. ``None`` is twice
             what the images and spares add up to, which leaves room for removal.
         user: User that commands run as; ``None`` is the image's.
@@ -49,6 +50,7 @@ class SandboxClient(anyio.AsyncContextManagerMixin):
         env: Variables on top of the image's environment. No secrets: give those to a command.
         create_rate: Most sandboxes asked for in a second; ``None`` is the backend's.
         acquire_timeout: How long :meth:`acquire` waits, in seconds; ``None`` for ever.
+        reset: How used sandboxes are made like new; ``None`` takes the cheapest way that can be verified.
         sink: What hears of every event: a callable, or several.
         backend_options: Arguments for a backend that is given by its name.
 
@@ -63,18 +65,21 @@ class SandboxClient(anyio.AsyncContextManagerMixin):
         *,
         images: Mapping[str, int] | Iterable[str],
         spares: int | None = None,
+        burst: int = 0,
         max_sandboxes: int | None = None,
         user: str | int | None = None,
         workdir: str | None = None,
         env: Mapping[str, str] | None = None,
         create_rate: float | None = None,
         acquire_timeout: float | None = 300.0,
+        reset: ResetPolicy | None = None,
         sink: EventSink | Iterable[EventSink] = (),
         backend_options: Mapping[str, Any] | None = None,
     ) -> None:
         self.images = _sizes(images)
         """Image → how many sandboxes of it may be leased at once."""
         _check_count("spares", spares, least=0)
+        _check_count("burst", burst, least=0)
         _check_count("max_sandboxes", max_sandboxes, least=1)
         _check_seconds("acquire_timeout", acquire_timeout)
         _check_seconds("create_rate", create_rate, unit="a second")
@@ -94,8 +99,11 @@ class SandboxClient(anyio.AsyncContextManagerMixin):
         self.run_id = secrets.token_hex(4)
         """Part of the name of every sandbox of this client."""
         self._spares = spares
+        self.burst = burst
+        """Sandboxes of each image that may be leased beyond its size."""
         self._max_sandboxes = max_sandboxes
         self._create_rate = create_rate
+        self._reset = reset
         self._sinks: tuple[EventSink, ...] = (sink,) if callable(sink) else tuple(sink)
         self._engine: Engine | None = None
 
@@ -121,8 +129,9 @@ class SandboxClient(anyio.AsyncContextManagerMixin):
             creates_in_flight=backend.default_creates_in_flight,
             limiter=AdaptiveLimiter(rate=rate, now=anyio.current_time()),
         )
-        book = PoolBook(images=self.images, replenisher=replenisher, prefix=f"sb-{self.run_id}")
-        return Engine(backend, specs=self._specs, targets=targets, book=book, sinks=self._sinks)
+        leased = {image: size + self.burst for image, size in self.images.items()}
+        book = PoolBook(images=leased, replenisher=replenisher, prefix=f"sb-{self.run_id}")
+        return Engine(backend, specs=self._specs, targets=targets, book=book, sinks=self._sinks, reset=self._reset)
 
     async def acquire(
         self, image: str, *, timeout: float | None = _UNSET, episode: str | None = None, attempt: int | None = None

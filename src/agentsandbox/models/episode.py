@@ -194,6 +194,11 @@ class GroupSummary:
         """Whether all have a valid reward, so that advantages within the group mean something."""
         return self.valid_count == self.size
 
+    @property
+    def all_failed(self) -> bool:
+        """Whether none has a valid reward: there is nothing to compare, and nothing to fall back to."""
+        return self.valid_count == 0
+
 
 @attrs.frozen(kw_only=True)
 class RolloutResult:
@@ -211,6 +216,12 @@ class RolloutResult:
     """From submission to the last record."""
     late_results: int = 0
     """Results of superseded attempts that arrived after all and were dropped."""
+    resumed: int = 0
+    """Records that were taken from a journal, as an earlier driver had made them."""
+    extra_acquires: int = 0
+    """Sandboxes that were asked for beside those of the attempts, to make up for stragglers."""
+    lost_twins: int = 0
+    """Attempts that were given up because their twin was faster."""
 
     @property
     def rewards(self) -> tuple[float | None, ...]:

@@ -21,9 +21,10 @@ class Event:
 
     name: str
     """
-    What: ``host.created``, ``sandbox.created``, ``sandbox.ready``, ``sandbox.failed``, ``sandbox.lost``,
-    ``sandbox.deleted``, ``sandbox.stuck``, ``lease.granted``, ``lease.refused``, ``lease.reset``, ``lease.released``,
-    ``command.started``, ``command.ended``, ``attempt.started``, ``attempt.ended``, ``episode.ended``.
+    What: ``host.created``, ``sandbox.created``, ``sandbox.opened``, ``sandbox.ready``, ``sandbox.failed``,
+    ``sandbox.lost``, ``sandbox.deleted``, ``sandbox.stuck``, ``lease.granted``, ``lease.refused``, ``lease.reset``,
+    ``lease.released``, ``command.started``, ``command.ended``, ``attempt.started``, ``attempt.ended``,
+    ``episode.ended``, ``episode.restored``, ``sandbox.orphaned``, ``leftovers.removed``.
     """
     at: float
     """When, on the driver's monotonic clock, in seconds."""

@@ -43,23 +43,31 @@ WAITING_GREETING = b"stub\n"
 _RUNNER = "agentsandbox.protocol.runner"
 
 _MODULES = (
+    "around",
     "attached",
     "attaching",
     "commands",
     "family",
     "files",
+    "hashing",
     "kernel",
     "killing",
     "loop",
     "pipes",
     "place",
     "poller",
+    "pristine",
     "processes",
+    "removing",
     "requests",
+    "restore",
+    "scan",
     "signals",
     "spawn",
     "starting",
+    "storing",
     "stream",
+    "surroundings",
     "timers",
     "users",
 )
@@ -68,9 +76,11 @@ _MODULES = (
 WAITING = """\
 import sys,os,array,hashlib,signal,socket
 try:
- import base64,ctypes,errno,fcntl,heapq,hmac,importlib.machinery,json,resource,select,shutil,stat,struct,tarfile,typing,zlib
+ import base64,ctypes,errno,fcntl,heapq,hmac,importlib.machinery,json
+ import resource,select,shutil,stat,struct,tarfile,typing,zlib
 except ImportError:pass
 signal.signal(15,lambda*a:os._exit(0))
+signal.signal(17,1)
 def late(*a):raise TimeoutError
 signal.signal(14,late)
 s=socket.socket(socket.AF_UNIX)
@@ -113,6 +123,10 @@ nonce, because everybody may read command lines.
 
 RELAY = """\
 import os,struct,sys,time,_socket as k
+try:
+ import ctypes
+ ctypes.CDLL(None).prctl(4,0,0,0,0)
+except Exception:pass
 for i in range(2000):
  s=k.socket(1,1)
  try:s.connect("\\0"+sys.argv[1]);break
@@ -125,7 +139,8 @@ s.recv(1)
 """
 """
 Hands its standard input and output over to :data:`WAITING`, or to the runner that it became, and stays until they are
-closed. It keeps neither, so that nobody can reach them through it. Argument: the name of the abstract socket.
+closed. It keeps neither, so that nobody can reach them through it, and lets nobody trace it, because a reset does not
+end it. Argument: the name of the abstract socket.
 """
 
 _TEMPLATE = """\

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import attrs
 
 from agentsandbox.metrics.quantiles import quantile
+from agentsandbox.report.bias import bias_lines, bias_report
 
 if TYPE_CHECKING:
     from agentsandbox.models.episode import Attempt, EpisodeRecord, RolloutResult
@@ -89,6 +90,10 @@ def results(
             "by_stage": {name: _figures(part) for name, part in result.ttfc.by_stage.items()},
         },
         "late_results": result.late_results,
+        "resumed": result.resumed,
+        "extra_acquires": result.extra_acquires,
+        "lost_twins": result.lost_twins,
+        "bias": bias_lines(bias_report(result)),
         "groups": [
             {"group": _plain(group.group), "size": group.size, "valid": group.valid_count, "complete": group.complete}
             for group in result.groups.values()
@@ -125,6 +130,7 @@ def record_row(record: EpisodeRecord) -> dict[str, Any]:
         "phase": failure.phase.value if failure else None,
         "blame": failure.blame.value if failure else None,
         "retryable": record.retryable,
+        "gradable": failure.gradable if failure else None,
         "attempts": record.attempts,
         "ttfc": _plain(attrs.asdict(record.ttfc)) if record.ttfc else None,
         "timings": _plain(attrs.asdict(record.timings)),
@@ -159,6 +165,12 @@ def summary_lines(result: RolloutResult) -> list[str]:
         lines.append(f"ttfc_seconds n={ttfc.n} {shown} censored={ttfc.censored}")
     elif ttfc.censored:
         lines.append(f"ttfc_seconds n=0 censored={ttfc.censored}")
+    groups = result.groups.values()
+    complete = sum(group.complete for group in groups)
+    if complete < len(groups):
+        without = sum(group.all_failed for group in groups)
+        part = len(groups) - complete - without
+        lines.append(f"groups={len(groups)} complete={complete} incomplete={part} all_failed={without}")
     kinds = Counter((record.status.value, record.failure.kind.value) for record in result.records if record.failure)
     for (status, kind), count in kinds.most_common():
         example = next(r for r in result.records if r.failure and (r.status, r.failure.kind) == (status, kind))

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter, deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +59,8 @@ class Outcome:
 class _Entry:
     episode: Episode
     started: int = 0
-    running: int | None = None
+    spent: int = 0
+    running: set[int] = attrs.field(factory=set)
     history: list[Attempt] = attrs.field(factory=list)
     record: EpisodeRecord | None = None
 
@@ -80,6 +81,8 @@ class Ledger:
     retry_timeouts: bool = False
     limits: Mapping[str, int] = attrs.field(factory=dict)
     late_results: int = attrs.field(default=0, init=False)
+    lost_twins: int = attrs.field(default=0, init=False)
+    """Attempts that were given up because the other one of their episode was faster."""
     _entries: list[_Entry] = attrs.field(factory=list, init=False)
     # One queue an image, and a heap of (never tried, place in the batch, image) over the heads of those that have room.
     # Entries of the heap may be outdated; whatever makes a head or gives room puts a good one there.
@@ -90,12 +93,28 @@ class Ledger:
     _ended: dict[Status, int] = attrs.field(factory=lambda: dict.fromkeys(Status, 0), init=False)
     _running: int = attrs.field(default=0, init=False)
 
-    def submit(self, episode: Episode) -> None:
-        """Enter *episode* at the end of the queue."""
+    def submit(self, episode: Episode, *, history: Sequence[Attempt] = (), started: int = 0, spent: int = 0) -> None:
+        """
+        Enter *episode* at the end of the queue.
+
+        Args:
+            episode: The episode.
+            history: Attempts that it had under an earlier driver.
+            started: The number of the last of them.
+            spent: How many of them count against *max_attempts*.
+
+        """
         self._queues.setdefault(episode.image, deque()).append(len(self._entries))
-        self._entries.append(_Entry(episode))
+        self._entries.append(_Entry(episode, started=started, spent=spent, history=list(history)))
         self._queued += 1
         self._offer(episode.image)
+
+    def restore(self, record: EpisodeRecord) -> None:
+        """Enter an episode that has its record already."""
+        entry = _Entry(record.episode, started=record.attempts, history=list(record.history), record=record)
+        self._queues.setdefault(record.episode.image, deque())
+        self._entries.append(entry)
+        self._ended[record.status] += 1
 
     def take(self) -> Ticket | None:
         """
@@ -115,14 +134,28 @@ class Ledger:
                 continue
             queue.popleft()
             self._queued -= 1
-            self._running += 1
-            self._busy[image] += 1
+            self._entries[index].spent += 1
+            ticket = self._start(index)
             self._offer(image)
-            entry = self._entries[index]
-            entry.started += 1
-            entry.running = entry.started
-            return Ticket(index=index, episode=entry.episode, number=entry.started)
+            return ticket
         return None
+
+    def twin(self, ticket: Ticket) -> Ticket | None:
+        """
+        Start a second attempt beside one that runs; the first of them that comes to a verdict decides.
+
+        Returns:
+            The second attempt, or ``None`` if the first is over or has a twin already.
+
+        """
+        running = self._entries[ticket.index].running
+        if running != {ticket.number}:
+            return None
+        return self._start(ticket.index)
+
+    def runs(self, ticket: Ticket) -> bool:
+        """Whether what comes of an attempt still counts."""
+        return ticket.number in self._entries[ticket.index].running
 
     def end(self, ticket: Ticket, outcome: Outcome, *, may_retry: bool = True) -> EpisodeRecord | None:
         """
@@ -140,15 +173,19 @@ class Ledger:
 
         """
         entry = self._entries[ticket.index]
-        if entry.running != ticket.number:
+        if ticket.number not in entry.running:
             self.late_results += outcome.attempt.reward is not None
             return None
         image = ticket.episode.image
-        entry.running = None
-        self._running -= 1
-        self._busy[image] -= 1
+        self._stop(entry, ticket.number)
         entry.history.append(outcome.attempt)
         failure = outcome.attempt.failure
+        if entry.running and failure is not None and failure.retryable:
+            self._offer(image)
+            return None  # Its twin may still come to a verdict, and needs no third.
+        self.lost_twins += len(entry.running)
+        for number in tuple(entry.running):
+            self._stop(entry, number)
         again = failure is not None and may_retry and self._again(entry, failure)
         if again:
             self._queues[image].appendleft(ticket.index)
@@ -174,10 +211,10 @@ class Ledger:
         records = []
         for entry in self._entries:
             if entry.record is None:
-                entry.running = None
+                entry.running.clear()
                 # What waits for its next attempt has a reason of its own, and a better one than the clock.
                 last = entry.history[-1].failure if entry.history else None
-                stopped = failure.kind is FailureKind.CANCELLED or last is None
+                stopped = failure.kind is FailureKind.CANCELLED or last is None or last.kind is FailureKind.INTERRUPTED
                 records.append(self._settle(entry, failure if stopped else last, None))
         return tuple(records)
 
@@ -202,6 +239,19 @@ class Ledger:
         """The records of the episodes that have ended, in input order."""
         return tuple(entry.record for entry in self._entries if entry.record is not None)
 
+    def _start(self, index: int) -> Ticket:
+        entry = self._entries[index]
+        self._running += 1
+        self._busy[entry.episode.image] += 1
+        entry.started += 1
+        entry.running.add(entry.started)
+        return Ticket(index=index, episode=entry.episode, number=entry.started)
+
+    def _stop(self, entry: _Entry, number: int) -> None:
+        entry.running.discard(number)
+        self._running -= 1
+        self._busy[entry.episode.image] -= 1
+
     def _has_room(self, image: str) -> bool:
         limit = self.limits.get(image)
         return limit is None or self._busy[image] < limit
@@ -212,7 +262,7 @@ class Ledger:
             heapq.heappush(self._heads, (self._entries[queue[0]].started == 0, queue[0], image))
 
     def _again(self, entry: _Entry, failure: Failure) -> bool:
-        if not failure.retryable or failure.kind in _NEVER_AGAIN or entry.started >= self.max_attempts:
+        if not failure.retryable or failure.kind in _NEVER_AGAIN or entry.spent >= self.max_attempts:
             return False
         return self.retry_timeouts or failure.kind is not FailureKind.EPISODE_TIMEOUT
 

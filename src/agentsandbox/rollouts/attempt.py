@@ -13,7 +13,6 @@ import anyio.lowlevel
 import attrs
 
 from agentsandbox.errors import (
-    Blame,
     EpisodeTimeout,
     Failure,
     FailureKind,
@@ -23,17 +22,22 @@ from agentsandbox.errors import (
     SandboxLost,
 )
 from agentsandbox.models.episode import Attempt, Graded
-from agentsandbox.models.timing import Timings, TTFCSample
 from agentsandbox.rollouts.accounting import Ledger, Outcome, Ticket
+from agentsandbox.rollouts.draft import Call, Draft
 from agentsandbox.rollouts.notify import announce
+from agentsandbox.rollouts.racing import Race, first_lease
+from agentsandbox.rollouts.stopping import cancelled_failure, really_cancelled
 from agentsandbox.rollouts.verdict import failure_of, reward_of
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
+
     from agentsandbox.rollouts.artifacts import ArtifactStore
+    from agentsandbox.rollouts.journal import BatchJournal
     from agentsandbox.rollouts.source import LeaseSource, RolloutFunction, RolloutLease
     from agentsandbox.warmpool.publishing import Publisher
 
-__all__ = ["AttemptRunner", "cancelled_failure", "really_cancelled"]
+__all__ = ["AttemptRunner"]
 
 STOP_GRACE = 5.0
 """How long a rollout function may take to stop once it is cancelled, in seconds; then it is left behind."""
@@ -43,93 +47,6 @@ RELEASE_GRACE = 30.0
 
 FENCE_TIMEOUT = 10.0
 """How long a sandbox may take to show that it is still the one that was granted, in seconds."""
-
-
-def really_cancelled() -> bool:
-    """
-    Say whether somebody has cancelled us, as against a stray cancellation that came out of a function we called.
-
-    asyncio code can let a ``CancelledError`` of something else escape; only a cancelled scope stops a batch.
-    """
-    return anyio.current_effective_deadline() == -math.inf
-
-
-def cancelled_failure(phase: Phase) -> Failure:
-    """Return the verdict on what was stopped together with its batch."""
-    return Failure(
-        kind=FailureKind.CANCELLED,
-        phase=phase,
-        blame=Blame.CALLER,
-        retryable=True,
-        message="the batch was cancelled",
-    )
-
-
-@attrs.define(eq=False)
-class _Call:
-    """One call of the rollout function, in a task of its own so that it can be left behind."""
-
-    scope: anyio.CancelScope = attrs.field(factory=anyio.CancelScope)
-    done: anyio.Event = attrs.field(factory=anyio.Event)
-    returned: bool = False
-    value: Any = None
-    error: BaseException | None = None
-    stopped: bool = False
-    """Whether it was told to stop, so that what it returns does not count any more."""
-    entered: bool = False
-    """Whether the attempt is in the books."""
-    left_behind: bool = False
-    """Whether it was still running when its attempt ended."""
-
-
-@attrs.define(eq=False)
-class _Draft:
-    """What is known of an attempt so far."""
-
-    ticket: Ticket
-    submitted_at: float
-    called_at: float
-    granted_at: float | None = None
-    ended_at: float | None = None
-    released_at: float | None = None
-    lease: RolloutLease | None = None
-
-    def attempt(self, now: float, *, reward: float | None = None, failure: Failure | None = None) -> Attempt:
-        lease, episode = self.lease, self.ticket.episode
-        ttfc = (
-            lease.ttfc
-            if lease is not None
-            else TTFCSample(
-                seconds=now - self.called_at,
-                censored=True,
-                stages={"queue": now - self.called_at},
-                episode=episode.id,
-                image=episode.image,
-            )
-        )
-        return Attempt(
-            number=self.ticket.number,
-            sandbox=lease.sandbox if lease is not None else None,
-            node=lease.node if lease is not None else None,
-            identity=lease.identity if lease is not None else None,
-            reward=reward,
-            failure=failure,
-            ttfc=ttfc,
-            timings=Timings(
-                queued=self.called_at - self.submitted_at,
-                acquire=_between(self.called_at, self.granted_at),
-                first_command=None if ttfc.censored else ttfc.seconds,
-                run=_between(self.granted_at, self.ended_at),
-                release=_between(self.ended_at, self.released_at),
-                total=now - self.submitted_at,
-                ready_at=_between(self.submitted_at, self.granted_at),
-            ),
-            commands=tuple(lease.commands) if lease is not None else (),
-        )
-
-
-def _between(start: float | None, end: float | None) -> float | None:
-    return None if start is None or end is None else end - start
 
 
 @attrs.define(eq=False, repr=False, kw_only=True)
@@ -145,25 +62,80 @@ class AttemptRunner:
     submitted_at: float
     deadline: float = math.inf
     episode_timeout: float | None = None
+    task_faults: Collection[str] = ()
+    journal: BatchJournal | None = None
+    race: Race | None = None
     changed: anyio.Event = attrs.field(factory=anyio.Event, init=False)
     """Set, and made anew, whenever an attempt has ended."""
     _left_behind: int = attrs.field(default=0, init=False)
 
     async def run(self, ticket: Ticket) -> None:
-        """Try once. Whatever happens, the attempt is in the books and its sandbox is given back when this returns."""
-        draft = _Draft(ticket, self.submitted_at, anyio.current_time())
-        call = _Call()
+        """
+        Try once, or twice at once if the attempt takes too long and attempts are hedged.
+
+        Whatever happens, what was tried is in the books and its sandbox is given back when this returns.
+        """
+        race = self.race
+        if race is not None:
+            race.hedger.begin()
+            race.moved()
+        if race is None or not race.hedger.policy.attempts:
+            await self._try(ticket)
+            return
+        over, granted = anyio.Event(), anyio.Event()
+        scopes = {ticket.number: anyio.CancelScope()}
+
+        async def contend(contender: Ticket) -> None:
+            with scopes[contender.number]:
+                await self._try(contender, granted)
+            # Whoever comes to a verdict takes the other one off the books; then there is nothing left to wait for.
+            for number, scope in scopes.items():
+                if number != contender.number and not self.ledger.runs(attrs.evolve(contender, number=number)):
+                    scope.cancel()
+            if not any(self.ledger.runs(attrs.evolve(contender, number=number)) for number in scopes):
+                over.set()
+
+        async def watch() -> None:
+            await granted.wait()
+            began = anyio.current_time()
+            samples = race.hedger.runs
+            samples.begin(began)
+            try:
+                await race.straggles(samples, began)
+                twin = self.ledger.twin(ticket)
+                if twin is None:
+                    race.hedger.extra -= 1
+                    return
+                scopes[twin.number] = anyio.CancelScope()
+                group.start_soon(contend, twin)
+                await over.wait()
+            finally:
+                samples.end(began, anyio.current_time() - began if over.is_set() else None)
+                race.moved()
+
+        async with anyio.create_task_group() as group:
+            group.start_soon(contend, ticket)
+            async with anyio.create_task_group() as watchers:
+                watchers.start_soon(watch)
+                await over.wait()
+                watchers.cancel_scope.cancel()
+
+    async def _try(self, ticket: Ticket, granted: anyio.Event | None = None) -> None:
+        if self.journal is not None:
+            await self.journal.started(ticket)
+        draft = Draft(ticket, self.submitted_at, anyio.current_time())
+        call = Call()
         self._tell("attempt.started", draft)
         try:
-            outcome = await self._run(draft, call)
+            outcome = await self._run(draft, call, granted)
         except anyio.get_cancelled_exc_class():
-            # Not awaiting anything here: the books are right before the cancellation travels on.
+            # Without a journal nothing is awaited here: the books are right before the cancellation travels on.
             phase = Phase.EXEC if draft.lease is not None else Phase.ACQUIRE
-            self._enter(draft, call, Outcome(attempt=self._attempt(draft, failure=cancelled_failure(phase))))
+            await self._enter(draft, call, Outcome(attempt=self._attempt(draft, failure=cancelled_failure(phase))))
             raise
-        self._enter(draft, call, outcome)
+        await self._enter(draft, call, outcome)
 
-    async def _run(self, draft: _Draft, call: _Call) -> Outcome:
+    async def _run(self, draft: Draft, call: Call, granted: anyio.Event | None) -> Outcome:
         failure = await self._acquire(draft)
         if failure is not None or draft.lease is None:
             return Outcome(attempt=self._attempt(draft, failure=failure))
@@ -173,6 +145,10 @@ class AttemptRunner:
         artifacts: Mapping[str, Any] = {}
         finished = False
         try:
+            if self.journal is not None:
+                await self.journal.granted(draft.ticket, draft.lease)
+            if granted is not None:
+                granted.set()
             self._start(draft, call)
             failure = await self._watch(draft, call)
             if failure is not None:
@@ -212,18 +188,20 @@ class AttemptRunner:
             artifacts=artifacts,
         )
 
-    async def _acquire(self, draft: _Draft) -> Failure | None:
-        episode = draft.ticket.episode
+    async def _acquire(self, draft: Draft) -> Failure | None:
         failure: Failure | None = None
         with anyio.CancelScope(deadline=self.deadline):
             try:
-                draft.lease = await self.source.acquire(episode.image, episode=episode.id, attempt=draft.ticket.number)
+                if self.race is None:
+                    draft.lease = await self._ask(draft.ticket)
+                else:
+                    draft.lease, draft.lag = await first_lease(self.race, lambda: self._ask(draft.ticket))
             except anyio.get_cancelled_exc_class() as error:
                 if really_cancelled():
                     raise
-                failure = failure_of(error, Phase.ACQUIRE)
+                failure = self._verdict(error, Phase.ACQUIRE)
             except Exception as error:  # noqa: BLE001 - every error has a verdict, and every episode a record
-                failure = failure_of(error, Phase.ACQUIRE)
+                failure = self._verdict(error, Phase.ACQUIRE)
         if draft.lease is not None:
             draft.granted_at = anyio.current_time()
             self._tell("attempt.granted", draft)
@@ -232,14 +210,19 @@ class AttemptRunner:
             failure = failure_of(EpisodeTimeout(text), Phase.ACQUIRE)
         return failure
 
-    def _start(self, draft: _Draft, call: _Call) -> None:
+    async def _ask(self, ticket: Ticket) -> RolloutLease:
+        episode = ticket.episode
+        lease: RolloutLease = await self.source.acquire(episode.image, episode=episode.id, attempt=ticket.number)
+        return lease
+
+    def _start(self, draft: Draft, call: Call) -> None:
         try:
             self.tasks.start_soon(self._call, draft, call)
         except RuntimeError:
             # The pool is being closed, and its task group has ended already.
             call.done.set()
 
-    async def _call(self, draft: _Draft, call: _Call) -> None:
+    async def _call(self, draft: Draft, call: Call) -> None:
         try:
             with call.scope:
                 call.value = await self.rollout(draft.lease, draft.ticket.episode)
@@ -261,7 +244,7 @@ class AttemptRunner:
             if call.entered:
                 self._late(draft.ticket, call)
 
-    async def _watch(self, draft: _Draft, call: _Call) -> Failure | None:
+    async def _watch(self, draft: Draft, call: Call) -> Failure | None:
         """Wait for the rollout function, and stop it when its time is over."""
         seconds = draft.ticket.episode.timeout or self.episode_timeout
         own = math.inf if seconds is None else (draft.granted_at or 0.0) + seconds
@@ -273,7 +256,7 @@ class AttemptRunner:
         text = f"the attempt took longer than {seconds:g} s" if own <= self.deadline else _OVER
         return failure_of(EpisodeTimeout(text), Phase.EXEC)
 
-    async def _stop(self, call: _Call) -> None:
+    async def _stop(self, call: Call) -> None:
         """Make sure that the rollout function no longer runs, or that nothing it returns counts."""
         if call.done.is_set() or call.left_behind:
             return
@@ -285,7 +268,7 @@ class AttemptRunner:
             call.left_behind = True
             self._left_behind += 1
 
-    def _judge(self, call: _Call) -> tuple[Graded | None, Failure | None]:
+    def _judge(self, call: Call) -> tuple[Graded | None, Failure | None]:
         if call.returned:
             try:
                 return reward_of(call.value), None
@@ -294,9 +277,9 @@ class AttemptRunner:
         if call.error is None:
             # Only the task group above us can have stopped the call: the pool is being closed.
             return None, failure_of(PoolClosed("the pool was closed while the episode ran"), Phase.EXEC)
-        return None, failure_of(call.error, Phase.EXEC)
+        return None, self._verdict(call.error, Phase.EXEC)
 
-    async def _fence(self, lease: RolloutLease, call: _Call) -> Failure | None:
+    async def _fence(self, lease: RolloutLease, call: Call) -> Failure | None:
         """
         Ask once more whether all of this happened in the sandbox that was granted.
 
@@ -319,9 +302,12 @@ class AttemptRunner:
         if call.error is not None:
             error = type(error)(error.reason, error.detail)
             error.__cause__ = call.error
-        return failure_of(error, Phase.EXEC)
+        return self._verdict(error, Phase.EXEC)
 
-    async def _release(self, draft: _Draft, *, discard: bool) -> None:
+    def _verdict(self, error: BaseException, phase: Phase) -> Failure:
+        return failure_of(error, phase, task_faults=self.task_faults)
+
+    async def _release(self, draft: Draft, *, discard: bool) -> None:
         if draft.lease is None:
             return
         with anyio.CancelScope(shield=True, deadline=anyio.current_time() + RELEASE_GRACE) as scope:
@@ -334,11 +320,23 @@ class AttemptRunner:
             self._tell("release.failed", draft, reason=f"not given back within {RELEASE_GRACE:g} s")
         draft.released_at = anyio.current_time()
 
-    def _attempt(self, draft: _Draft, *, reward: float | None = None, failure: Failure | None = None) -> Attempt:
+    def _attempt(self, draft: Draft, *, reward: float | None = None, failure: Failure | None = None) -> Attempt:
         return draft.attempt(anyio.current_time(), reward=reward, failure=failure)
 
-    def _enter(self, draft: _Draft, call: _Call, outcome: Outcome) -> None:
+    async def _enter(self, draft: Draft, call: Call, outcome: Outcome) -> None:
         now, attempt = anyio.current_time(), outcome.attempt
+        record = self.ledger.end(draft.ticket, outcome, may_retry=now < self.deadline)
+        if self.journal is not None:
+            self.journal.ended(draft.ticket.index, attempt)
+            if record is not None:
+                self.journal.settled(draft.ticket.index, record)
+        self.changed.set()
+        self.changed = anyio.Event()
+        call.entered = True
+        if call.stopped:
+            self._late(draft.ticket, call)
+        if self.journal is not None:
+            await self.journal.flush()
         failure = attempt.failure
         self._tell(
             "attempt.ended",
@@ -347,16 +345,10 @@ class AttemptRunner:
             kind=failure.kind.value if failure else None,
             reason=failure.message if failure else None,
         )
-        record = self.ledger.end(draft.ticket, outcome, may_retry=now < self.deadline)
         if record is not None:
             announce(self.publisher, record, now)
-        self.changed.set()
-        self.changed = anyio.Event()
-        call.entered = True
-        if call.stopped:
-            self._late(draft.ticket, call)
 
-    def _late(self, ticket: Ticket, call: _Call) -> None:
+    def _late(self, ticket: Ticket, call: Call) -> None:
         if not call.returned:
             return
         try:
@@ -364,10 +356,12 @@ class AttemptRunner:
         except RewardError:
             return
         self.ledger.end(ticket, Outcome(attempt=Attempt(number=ticket.number, reward=reward)))
+        if self.journal is not None:
+            self.journal.late(ticket, reward)
         now, episode = anyio.current_time(), ticket.episode.id
         self.publisher.emit("attempt.late", now, sandbox=None, episode=episode, attempt=ticket.number, reward=reward)
 
-    def _tell(self, name: str, draft: _Draft, **data: Any) -> None:
+    def _tell(self, name: str, draft: Draft, **data: Any) -> None:
         self.publisher.emit(
             name,
             anyio.current_time(),

@@ -5,28 +5,35 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import anyio
 
-from agentsandbox.errors import BatchFailed, ConfigurationError, EpisodeTimeout, Phase
+from agentsandbox.errors import TASK_FAULTS, BatchFailed, ConfigurationError, EpisodeTimeout, JournalError, Phase
 from agentsandbox.metrics.recorder import summarise_ttfc
 from agentsandbox.models.episode import EpisodeRecord, RolloutResult, check_batch
 from agentsandbox.rollouts.accounting import Ledger
 from agentsandbox.rollouts.artifacts import ArtifactStore
-from agentsandbox.rollouts.attempt import AttemptRunner, cancelled_failure
-from agentsandbox.rollouts.notify import announce
+from agentsandbox.rollouts.attempt import AttemptRunner
+from agentsandbox.rollouts.hedging import Hedger
+from agentsandbox.rollouts.journal import Progress
+from agentsandbox.rollouts.notify import announce, announce_restored
+from agentsandbox.rollouts.racing import Race
 from agentsandbox.rollouts.source import check_rollout
-from agentsandbox.rollouts.verdict import failure_of, is_infrastructure
+from agentsandbox.rollouts.stopping import cancelled_failure
+from agentsandbox.rollouts.verdict import failure_of, is_infrastructure, journal_error
 from agentsandbox.warmpool.publishing import Publisher
 
 if TYPE_CHECKING:
     from anyio.abc import TaskGroup
 
+    from agentsandbox.errors import Failure
     from agentsandbox.models.episode import Episode
     from agentsandbox.models.events import EventSink
+    from agentsandbox.rollouts.hedging import HedgePolicy
+    from agentsandbox.rollouts.journal import BatchJournal, Journal
     from agentsandbox.rollouts.source import LeaseSource, RolloutFunction
 
 __all__ = ["check_limits", "gather_rollouts"]
@@ -45,6 +52,10 @@ async def gather_rollouts(
     episode_timeout: float | None = None,
     failure_threshold: float | None = None,
     output: Path | str | None = None,
+    task_faults: Collection[str] = (),
+    hedge: HedgePolicy | None = None,
+    journal: Journal | None = None,
+    batch_id: str | None = None,
     sink: EventSink | Iterable[EventSink] = (),
     stragglers: TaskGroup | None = None,
 ) -> RolloutResult:
@@ -70,8 +81,15 @@ async def gather_rollouts(
         failure_threshold: The largest share (0 to 1) of episodes without a reward through infrastructure that is
             accepted.
         output: Directory under which the artifacts, patch and command log of every attempt are saved.
+        task_faults: Ways in which an episode can lose its own sandbox that are final instead of infrastructure, such as
+            ``{"oom_killed"}``; see ``agentsandbox.errors.TASK_FAULTS``.
+        hedge: When to ask for a second sandbox, or start a second attempt, because the first takes too long; ``None``
+            is never.
+        journal: Where every step is written before it is taken; open for writing.
+        batch_id: What the batch is called in the journal, such as ``"step-49"``.
         sink: What hears of the events ``attempt.started``, ``attempt.granted``, ``attempt.ended``, ``attempt.late``,
-            ``release.failed`` and ``episode.ended``: a callable, or several. A cancelled batch has its records there.
+            ``release.failed``, ``episode.ended`` and ``episode.restored`` (taken from the journal): a callable, or
+            several. A cancelled batch has its records there.
         stragglers: Task group that takes over rollout functions that do not stop when they are cancelled. Without one
             the call returns only when they have ended.
 
@@ -81,6 +99,7 @@ async def gather_rollouts(
     Raises:
         ConfigurationError: If the input cannot work. Nothing has been created then.
         BatchFailed: If more than *failure_threshold* failed; it carries every record.
+        JournalError: If the journal cannot be written; it carries the records that were made.
 
     """
     episodes = tuple(batch)
@@ -95,6 +114,7 @@ async def gather_rollouts(
         episode_timeout=episode_timeout,
         failure_threshold=failure_threshold,
         output=output,
+        task_faults=task_faults,
     )
     if not episodes:
         return RolloutResult(records=())
@@ -102,9 +122,12 @@ async def gather_rollouts(
     submitted_at = anyio.current_time()
     over = math.inf if deadline is None else submitted_at + deadline
     publisher = Publisher((sink,) if callable(sink) else sink)
+    book = None if journal is None else await journal.begin(episodes, batch_id=batch_id)
     ledger = Ledger(max_attempts=max_attempts, retry_timeouts=retry_timeouts, limits=limits or {})
-    for episode in episodes:
-        ledger.submit(episode)
+    resumed = _submit(ledger, episodes, book)
+    for record in resumed:
+        announce_restored(publisher, record, submitted_at)
+    hedger = None if hedge is None else Hedger(hedge)
     try:
         async with anyio.create_task_group() as workers:
             runner = AttemptRunner(
@@ -117,13 +140,25 @@ async def gather_rollouts(
                 submitted_at=submitted_at,
                 deadline=over,
                 episode_timeout=episode_timeout,
+                task_faults=task_faults,
+                journal=book,
+                race=None if hedger is None else Race(hedger),
             )
             for _ in range(min(parallelism or len(episodes), len(episodes))):
                 workers.start_soon(_work, runner, ledger, over)
         rest = failure_of(EpisodeTimeout("the deadline of the batch passed before the episode started"), Phase.ACQUIRE)
-        _announce(publisher, ledger.abandon(rest))
-    except BaseException:
-        _announce(publisher, ledger.abandon(cancelled_failure(Phase.ACQUIRE)))
+        await _end(ledger, rest, publisher, book)
+        if book is not None:
+            await book.close()
+    except BaseException as error:
+        # In the cancelled task nothing but the journal is waited for, and that shields itself.
+        broken = journal_error(error)
+        try:
+            await _end(ledger, cancelled_failure(Phase.ACQUIRE), publisher, book)
+        except JournalError as unwritten:
+            publisher.emit("journal.failed", anyio.current_time(), sandbox=None, reason=str(unwritten))
+        if broken is not None:
+            raise JournalError(str(broken), ledger.records) from error
         raise
 
     samples = tuple(attempt.ttfc for record in ledger.records for attempt in record.history if attempt.ttfc is not None)
@@ -134,9 +169,39 @@ async def gather_rollouts(
         samples=samples,
         wall_seconds=anyio.current_time() - submitted_at,
         late_results=ledger.late_results,
+        resumed=len(resumed),
+        extra_acquires=hedger.extra if hedger is not None else 0,
+        lost_twins=ledger.lost_twins,
     )
     _check_threshold(result.records, failure_threshold)
     return result
+
+
+def _submit(ledger: Ledger, episodes: Sequence[Episode], book: BatchJournal | None) -> list[EpisodeRecord]:
+    """Enter a batch in the books, and what an earlier driver has made of it; return the records that stand."""
+    for index, episode in enumerate(episodes):
+        if book is None:
+            ledger.submit(episode)
+        elif index in book.finished:
+            ledger.restore(book.finished[index])
+        else:
+            before = book.progress.get(index, Progress())
+            ledger.submit(episode, history=before.history, started=before.started, spent=before.spent)
+    return list(ledger.records)
+
+
+async def _end(ledger: Ledger, failure: Failure, publisher: Publisher, book: BatchJournal | None) -> None:
+    """End what has not ended, first in the journal; whether that works or not, everybody is told."""
+    places = {episode.id: index for index, episode in enumerate(book.episodes)} if book is not None else {}
+    records = ledger.abandon(failure)
+    try:
+        if book is not None:
+            for record in records:
+                book.settled(places[record.episode.id], record)
+            await book.flush()
+    finally:
+        for record in records:
+            announce(publisher, record, anyio.current_time())
 
 
 async def _work(runner: AttemptRunner, ledger: Ledger, over: float) -> None:
@@ -149,11 +214,6 @@ async def _work(runner: AttemptRunner, ledger: Ledger, over: float) -> None:
         else:
             with anyio.CancelScope(deadline=over):
                 await runner.changed.wait()
-
-
-def _announce(publisher: Publisher, records: Sequence[EpisodeRecord]) -> None:
-    for record in records:
-        announce(publisher, record, anyio.current_time())
 
 
 def _check_threshold(records: Sequence[EpisodeRecord], threshold: float | None) -> None:
@@ -178,6 +238,7 @@ def check_limits(
     episode_timeout: float | None = None,
     failure_threshold: float | None = None,
     output: Path | str | None = None,
+    task_faults: Collection[str] = (),
     name: str = "parallelism",
 ) -> None:
     """
@@ -196,6 +257,8 @@ def check_limits(
             raise ConfigurationError(f"{what} must be above 0 seconds, not {seconds!r}")
     if failure_threshold is not None and not (_is_number(failure_threshold) and 0 <= failure_threshold <= 1):
         raise ConfigurationError(f"failure_threshold is a share from 0 to 1, not {failure_threshold!r}")
+    if isinstance(task_faults, str) or not TASK_FAULTS.issuperset(task_faults):
+        raise ConfigurationError(f"task_faults is a set out of {sorted(TASK_FAULTS)}, not {task_faults!r}")
     if output is not None and Path(output).exists() and not Path(output).is_dir():
         raise ConfigurationError(f"output must be a directory, and {str(output)!r} is none")
 

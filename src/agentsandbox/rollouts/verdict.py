@@ -5,15 +5,18 @@ from __future__ import annotations
 
 import math
 import reprlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from numbers import Real
 from typing import Any
 
+import attrs
+
 from agentsandbox.errors import (
+    Blame,
     Failure,
     FailureKind,
-    InfrastructureError,
     InvalidReward,
+    JournalError,
     Phase,
     RewardError,
     SandboxError,
@@ -21,7 +24,7 @@ from agentsandbox.errors import (
 )
 from agentsandbox.models.episode import EpisodeRecord, Graded, Status
 
-__all__ = ["failure_of", "is_infrastructure", "reward_of"]
+__all__ = ["failure_of", "is_infrastructure", "journal_error", "reward_of"]
 
 
 def reward_of(value: object) -> Graded:
@@ -56,7 +59,7 @@ def reward_of(value: object) -> Graded:
     return Graded(reward=reward, patch=graded.patch, info=dict(graded.info))
 
 
-def failure_of(error: BaseException, phase: Phase) -> Failure:
+def failure_of(error: BaseException, phase: Phase, *, task_faults: Collection[str] = ()) -> Failure:
     """
     Judge what ended an attempt, also when a task group of the rollout function has wrapped it.
 
@@ -66,6 +69,7 @@ def failure_of(error: BaseException, phase: Phase) -> Failure:
     Args:
         error: What was raised.
         phase: Where.
+        task_faults: Ends of a sandbox that are the episode's own doing; see :func:`~agentsandbox.errors.classify`.
 
     Returns:
         The verdict; its cause is *error* itself.
@@ -75,24 +79,41 @@ def failure_of(error: BaseException, phase: Phase) -> Failure:
     deciding: BaseException = error
     if len(leaves) == 1 or all(isinstance(leaf, SandboxError) and leaf.retryable for leaf in leaves):
         deciding = leaves[0]
-    verdict = classify(deciding, Phase.REWARD if isinstance(deciding, RewardError) else phase)
-    if deciding is error:
-        return verdict
-    return Failure(
-        kind=verdict.kind,
-        phase=verdict.phase,
-        blame=verdict.blame,
-        retryable=verdict.retryable,
-        message=verdict.message,
-        cause=error,
-    )
+    where = Phase.REWARD if isinstance(deciding, RewardError) else phase
+    return attrs.evolve(classify(deciding, where, task_faults=task_faults), cause=error)
+
+
+def journal_error(error: BaseException) -> JournalError | None:
+    """Return the failure of the journal if it is what stopped a batch, and nothing else did."""
+    leaves = list(_leaves(error))
+    found = [leaf for leaf in leaves if isinstance(leaf, JournalError)]
+    return found[0] if found and len(found) == len(leaves) else None
+
+
+_INFRASTRUCTURE = frozenset(
+    {
+        FailureKind.ACQUIRE_TIMEOUT,
+        FailureKind.EPISODE_TIMEOUT,
+        FailureKind.POOL_CLOSED,
+        FailureKind.PROVISION,
+        FailureKind.IMAGE_PULL,
+        FailureKind.UNSCHEDULABLE,
+        FailureKind.QUOTA,
+        FailureKind.SANDBOX_LOST,
+        FailureKind.STREAM_BROKEN,
+        FailureKind.CONTROL_PLANE,
+        FailureKind.PROTOCOL,
+    }
+)
+"""Kinds of :exc:`InfrastructureError`; a record that was read from a journal has no exception to ask any more."""
 
 
 def is_infrastructure(record: EpisodeRecord) -> bool:
     """Say whether an episode has no reward through nobody's fault who wrote it."""
-    if record.failure is None or record.failure.kind is FailureKind.CANCELLED:
+    failure = record.failure
+    if failure is None or failure.kind is FailureKind.CANCELLED or failure.blame is Blame.TASK:
         return False
-    return record.status is Status.RETRYABLE or isinstance(record.failure.cause, InfrastructureError)
+    return record.status is Status.RETRYABLE or failure.kind in _INFRASTRUCTURE
 
 
 def _short(value: object) -> str:

@@ -248,6 +248,26 @@ class Session:
         """
         await trees.download_dir(self._calls, source, target, user=user)
 
+    async def builtin(self, name: str, arguments: Mapping[str, Any], *, timeout: float) -> dict[str, Any]:
+        """
+        Have the runner do what is about the whole sandbox: ``baseline`` or ``reset``.
+
+        Args:
+            name: What.
+            arguments: What it needs for that.
+            timeout: Seconds that it may take.
+
+        Returns:
+            Its report.
+
+        Raises:
+            CommandTimeout: If it took too long; it was stopped half-way.
+            SandboxLost: If the sandbox or the stream to it was lost.
+
+        """
+        _, report = await files.builtin(self._calls, name, "", dict(arguments), user=None, timeout=timeout)
+        return report
+
     async def ping(self, timeout: float = 5.0) -> float:
         """
         Ask the runner for an answer.

@@ -24,6 +24,11 @@ class ExecConnection(Protocol):
     """
 
     @property
+    def protocol(self) -> str:
+        """The protocol that was agreed on: ``v5.channel.k8s.io`` can end standard input, older ones cannot."""
+        ...
+
+    @property
     def status(self) -> ExecStatus | None:
         """How the command ended, once that was said. Without it the outcome is unknown."""
         ...

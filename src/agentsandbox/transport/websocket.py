@@ -3,8 +3,9 @@
 A stream over the websocket of ``pods/exec``, as Kubernetes frames it.
 
 Each message begins with a channel byte: 0 standard input, 1 standard output, 2 standard error, 3 the final status, 4
-terminal size, and in ``v5.channel.k8s.io`` 255 for the end of the channel that follows. Messages are cut anywhere, and the
-server closes with 1006 right after the status, so that only the status says how a command ended. asyncio only.
+terminal size, and in ``v5.channel.k8s.io`` 255 for the end of the channel that follows. Messages are cut anywhere. The
+server closes with 1006 right after the status, so that only the status says how a command ended; and it closes without
+one when nobody in the sandbox holds the command's standard error any more. asyncio only.
 """
 
 from __future__ import annotations
@@ -191,7 +192,12 @@ class ExecStream:
     async def receive(self) -> bytes:
         """Return the next bytes; see :meth:`agentsandbox.transport.ByteStream.receive`."""
         while not self._closed:
-            channel, data = await self._socket.receive()
+            try:
+                channel, data = await self._socket.receive()
+            except (anyio.EndOfStream, anyio.BrokenResourceError):
+                if self._closed:
+                    break
+                raise
             if channel == STDOUT:
                 return data
             self.stderr = (self.stderr + data)[-STDERR_KEPT:]

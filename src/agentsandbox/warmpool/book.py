@@ -101,7 +101,7 @@ class Recycle:
     name: str
     """Which."""
     image: str | None
-    """Of what; ``None`` is to be decided in a moment by :meth:`PoolBook.decide`: who released it may be about to ask."""
+    """Of what; ``None`` is for :meth:`PoolBook.decide` to say in a moment: who released it may be about to ask."""
 
 
 Decision = Grant | Refuse | Create | Destroy | Recycle
@@ -136,6 +136,8 @@ class PoolBook:
         """Sandboxes that became fresh ones in the same place."""
         self.recycles: Callable[[str], bool] = lambda _name: False
         """Whether a sandbox can become a fresh one in the same place; set by whoever knows the backend."""
+        self.keeps: Callable[[str], bool] = lambda _name: False
+        """Whether a used sandbox can be made like new; likewise."""
         self.closed = False
         """Whether nobody is granted anything any more."""
         self._images = {image: Counter[State]() for image in images}
@@ -186,7 +188,8 @@ class PoolBook:
     def release(self, grant: Grant, now: float, *, discard: bool = False) -> list[Decision]:
         """Take back a sandbox from its holder; *discard* has it removed even if it could become a fresh one."""
         life = self._held(grant)
-        if discard or self.closed or life.state is not State.LEASED or not self.recycles(life.name):
+        renews = self.recycles(life.name) or self.keeps(life.name)
+        if discard or self.closed or life.state is not State.LEASED or not renews:
             return self._let_go(grant, Input.RELEASE, now)
         done = self._apply(life, Input.RECYCLE)
         self._undecided.add(life.name)
@@ -331,7 +334,8 @@ class PoolBook:
         """Give a sandbox that becomes a fresh one the image that is wanted most; whether any is wanted."""
         self._count(life.image, State.RECYCLING, None)
         self._update(life.image)
-        image = self.replenisher.reuse(life.image)
+        changes = self.recycles(life.name)
+        image = self.replenisher.reuse(life.image) if changes else self.replenisher.keep(life.image)
         life.image = life.image if image is None else image
         self._count(life.image, None, State.RECYCLING)
         self._update(life.image)

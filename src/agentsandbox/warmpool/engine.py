@@ -13,9 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 import anyio
 import anyio.lowlevel
+import attrs
 from tenacity import AsyncRetrying, stop_after_attempt, wait_exponential, wait_random
 
-from agentsandbox.errors import AcquireTimeout, ProvisionError, SandboxError, SandboxLost
+from agentsandbox.errors import AcquireTimeout, ProvisionError, ResetUnverified, SandboxError, SandboxLost
+from agentsandbox.models.reset import ResetPolicy, ResetReport
+from agentsandbox.reset.rungs import Resets
 from agentsandbox.warmpool.book import Create, Decision, Destroy, Grant, PoolBook, Recycle, Waiter
 from agentsandbox.warmpool.lease import State
 from agentsandbox.warmpool.publishing import Publisher
@@ -49,6 +52,7 @@ class Engine:
         book: Who decides.
         sinks: Where events go.
         grace: How long the removal of sandboxes may take at the end, in seconds.
+        reset: How used sandboxes are made like new.
 
     """
 
@@ -61,6 +65,7 @@ class Engine:
         book: PoolBook,
         sinks: Iterable[EventSink] = (),
         grace: float = 30.0,
+        reset: ResetPolicy | None = None,
     ) -> None:
         self.backend = backend
         self.granted_total = 0
@@ -68,6 +73,8 @@ class Engine:
         self._targets = targets
         self._book = book
         book.recycles = self._recycles
+        book.keeps = self._keeps
+        self._resets = Resets(backend, reset or ResetPolicy())
         self._publisher = Publisher(sinks)
         self.emit = self._publisher.emit
         """Tell every sink that something happened."""
@@ -162,6 +169,21 @@ class Engine:
         self._forget(tenure)
         self._perform(self._book.replace(tenure.grant, waiter, now))
         return await self._obtain(waiter, timeout)
+
+    async def reset(self, tenure: Tenure) -> ResetReport:
+        """
+        Make a sandbox like new in the hands of its holder, if that is the cheapest that can be done.
+
+        Returns:
+            What was done. If it is not verified, the holder must let go of the sandbox: see :meth:`replace`.
+
+        """
+        rung, reason = self._resets.next(tenure.sandbox)
+        if rung != "files":
+            return ResetReport(rung=rung or "replace", seconds=0.0, verified=False, reason=reason)
+        report = await self._resets.files(tenure.sandbox)
+        self._report(tenure.sandbox.name, report, anyio.current_time())
+        return attrs.evolve(report, reason=reason) if report.verified else report
 
     def release(self, tenure: Tenure, *, discard: bool = False) -> None:
         """Give back a sandbox; it is removed, or becomes a fresh one, in the background."""
@@ -299,7 +321,10 @@ class Engine:
             self._alarm.deadline = self._book.wake_at
 
     def _recycles(self, name: str) -> bool:
-        return self._group is not None and self.backend.can_recycle(self._sandboxes[name])
+        return self._group is not None and self._resets.may_restart(self._sandboxes[name])
+
+    def _keeps(self, name: str) -> bool:
+        return self._group is not None and self._resets.keeps(self._sandboxes[name])
 
     def _start(self, function: Any, *args: str | None) -> None:
         # Without a group the pool is over, and the sweep removes whatever there is.
@@ -316,6 +341,8 @@ class Engine:
         self.emit("sandbox.created", anyio.current_time(), sandbox=name, image=image)
         try:
             sandbox = await self.backend.create(self._specs[image], name)
+            self.emit("sandbox.opened", anyio.current_time(), sandbox=name, image=image)
+            await self._prepare(sandbox)
         except SandboxError as error:
             self._failed(name, error)
         except Exception as error:  # noqa: BLE001 - reported as a failed creation
@@ -341,7 +368,11 @@ class Engine:
             return
         began = anyio.current_time()
         try:
-            sandbox = await self.backend.recycle(self._sandboxes[name], self._specs[image], name)
+            sandbox, report = await self._resets.renew(self._sandboxes[name], self._specs[image])
+        except ResetUnverified as error:
+            now = anyio.current_time()
+            self.emit("sandbox.not_recycled", now, sandbox=name, image=image, error=str(error))
+            self._perform(self._book.not_recycled(name, None, now))
         except Exception as error:  # noqa: BLE001 - whatever it was, the sandbox is removed, and another one is made
             now = anyio.current_time()
             self.emit("sandbox.not_recycled", now, sandbox=name, image=image, error=f"{type(error).__name__}: {error}")
@@ -352,8 +383,30 @@ class Engine:
         else:
             self._sandboxes[name] = sandbox
             now = anyio.current_time()
+            self._report(name, report, now)
             self.emit("sandbox.ready", now, sandbox=name, image=image, node=sandbox.node, recycled=now - began)
             self._perform(self._book.recycled(name, now))
+
+    async def _prepare(self, sandbox: BackendSandbox) -> None:
+        try:
+            await self._resets.prepare(sandbox)
+        except BaseException:
+            with anyio.move_on_after(self._grace, shield=True):
+                await self.backend.destroy(sandbox)
+            raise
+
+    def _report(self, name: str, report: ResetReport, now: float) -> None:
+        self.emit(
+            "sandbox.reset",
+            now,
+            sandbox=name,
+            rung=report.rung,
+            seconds=report.seconds,
+            verified=report.verified,
+            reason=report.reason,
+            changed=len(report.changed),
+            killed=len(report.killed),
+        )
 
     def _failed(self, name: str, error: SandboxError) -> None:
         now = anyio.current_time()
@@ -375,6 +428,7 @@ class Engine:
                 self._resists(name, f"{type(last).__name__}: {last}")
                 return
         del self._sandboxes[name]
+        self._resets.forget(name)
         now = anyio.current_time()
         self.emit("sandbox.deleted", now, sandbox=name)
         self._perform(self._book.deleted(name, now))

@@ -225,6 +225,10 @@ class Replenisher:
                 return image if image in queue else next(iter(queue))
         return None
 
+    def keep(self, image: str) -> str | None:
+        """Return the image if another sandbox of it is wanted: for one that can be made like new, and nothing else."""
+        return image if image in self._urgent or image in self._lacking else None
+
     def created(self, image: str, now: float) -> None:
         """Note that a sandbox was made."""
         self._limiter.succeeded(now)

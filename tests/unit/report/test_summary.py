@@ -201,13 +201,14 @@ def test_the_lines_of_a_good_batch() -> None:
 
 
 def test_the_lines_name_every_kind_of_failure() -> None:
-    """Each kind of failure has a line with its number and an example, the most frequent first."""
+    """A group that is not complete is told; each kind of failure has a line, the most frequent first."""
     lost = [record(f"l{index}", attempt(reward=None, failure=LOST), status=Status.RETRYABLE) for index in range(2)]
     pull = record("p", status=Status.FAILED, failure=NO_IMAGE, reward=None)
     lines = summary_lines(result_of(pull, *lost))
 
     assert lines[0] == "episodes=3 successful_episodes=0 reward_sum=0"
     assert lines[3:] == [
+        "groups=1 complete=0 incomplete=0 all_failed=1",
         "retryable sandbox_lost: 2, for instance l0: SandboxLost: evicted: node pressure",
         "failed image_pull: 1, for instance p: ImagePullFailed: no such image",
     ]

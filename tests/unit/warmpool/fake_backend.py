@@ -137,6 +137,12 @@ class FakeBackend(Backend):
         self.most_alive = 0
         self.destroy_calls: list[str] = []
         self.running_now = False
+        self.recycling = False
+        """Whether sandboxes can become fresh ones in place."""
+        self.recycled: list[tuple[str, str]] = []
+        """Name and image, one an attempt."""
+        self.recycle_errors: deque[BaseException | None] = deque()
+        self.recycle_block: anyio.Event | None = None
 
     def default_spares(self, size: int) -> int:
         return self.spares
@@ -179,6 +185,23 @@ class FakeBackend(Backend):
         self.alive.add(name)
         self.most_alive = max(self.most_alive, self.in_flight + len(self.alive))
         return sandbox
+
+    def can_recycle(self, sandbox: FakeSandbox) -> bool:
+        return self.recycling and sandbox.dead is None
+
+    async def recycle(self, sandbox: FakeSandbox, spec: SandboxSpec, name: str) -> FakeSandbox:
+        assert sandbox is self.sandboxes[name]
+        assert name in self.alive
+        self.recycled.append((name, spec.image))
+        await anyio.lowlevel.checkpoint()
+        if self.recycle_block is not None:
+            await self.recycle_block.wait()
+        if self.recycle_errors and (error := self.recycle_errors.popleft()) is not None:
+            raise error
+        fresh = FakeSandbox(name, spec)
+        fresh.identity = Identity(uid=sandbox.identity.uid, instance=f"{len(self.recycled) + 1}")
+        self.sandboxes[name] = fresh
+        return fresh
 
     async def destroy(self, sandbox: FakeSandbox) -> None:
         self.destroy_calls.append(sandbox.name)

@@ -586,7 +586,7 @@ async def test_a_failing_sink_is_reported_once_and_breaks_nothing(caplog):
         await anyio.wait_all_tasks_blocked()
 
     names = [event.name for event in heard]
-    assert ["sandbox.created", "sandbox.ready"] == names[:2]
+    assert ["sandbox.created", "sandbox.opened", "sandbox.ready"] == names[:3]
     assert 2 == names.count("sandbox.deleted") == names.count("sandbox.ready")
     assert 1 == len(caplog.records)
     assert logging.ERROR == caplog.records[0].levelno

@@ -4,9 +4,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import inspect
 import json
 import resource
+import socket
 import time
+import weakref
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from email.utils import parsedate_to_datetime
 from typing import TYPE_CHECKING, Any
@@ -60,6 +64,9 @@ class KubernetesApi:
     _streams: aiohttp.ClientSession
     max_connections: int
     """How many websockets may be open at a time."""
+    _sockets: weakref.WeakSet[socket.socket] = attrs.field(factory=weakref.WeakSet, kw_only=True)
+    protocol: str | None = attrs.field(default=None, init=False)
+    """What was last agreed on for a websocket."""
     _date: tuple[str, float] | None = attrs.field(default=None, init=False)
 
     @classmethod
@@ -101,13 +108,29 @@ class KubernetesApi:
             ) from error
         target, credentials = await discover(context=context, namespace=namespace, kubeconfig=kubeconfig)
 
+        sockets: weakref.WeakSet[socket.socket] = weakref.WeakSet()
+
+        def socket_of(address: Any) -> socket.socket:
+            made = socket.socket(*address[:3])
+            sockets.add(made)
+            return made
+
+        # Older versions cannot be asked; then what is still closing is left to the end of the event loop.
+        known = "socket_factory" in inspect.signature(aiohttp.TCPConnector).parameters
+        own: dict[str, Any] = {"socket_factory": socket_of} if known else {}
+
         def session(limit: int, **options: Any) -> aiohttp.ClientSession:
-            connector = aiohttp.TCPConnector(limit=limit, keepalive_timeout=_KEEPALIVE)
+            connector = aiohttp.TCPConnector(limit=limit, keepalive_timeout=_KEEPALIVE, **own)
             timeout = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_TIMEOUT)
             return aiohttp.ClientSession(connector=connector, timeout=timeout, **options)
 
         return cls(
-            target, credentials, session(rest), session(max_connections, raise_for_status=_refuse), max_connections
+            target,
+            credentials,
+            session(rest),
+            session(max_connections, raise_for_status=_refuse),
+            max_connections,
+            sockets=sockets,
         )
 
     @property
@@ -260,6 +283,7 @@ class KubernetesApi:
                         max_msg_size=max_size,
                         **self._options(credential),
                     )
+                    self.protocol = stream.protocol or self.protocol
                     return stream
             # "from None": the causes name the URL, and with it the command. And it may have started all the same.
             except _Refused as refusal:
@@ -282,6 +306,12 @@ class KubernetesApi:
         with anyio.move_on_after(5, shield=True):
             await self._streams.close()
             await self._rest.close()
+            # Streams that were closed before may still wait for the other side's farewell.
+            for one in tuple(self._sockets):
+                with contextlib.suppress(OSError):
+                    one.shutdown(socket.SHUT_RDWR)
+            while any(one.fileno() >= 0 for one in self._sockets):  # noqa: ASYNC110 - nothing tells
+                await anyio.sleep(0.005)
 
     async def _send(
         self,

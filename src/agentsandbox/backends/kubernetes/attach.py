@@ -24,21 +24,22 @@ SOCKET = "agentsandbox"
 """Name of the abstract socket. It is visible in the Pod's network namespace only, and who connects needs the nonce."""
 
 OPENINGS = 64
-"""Streams opened at once: when an API server goes away, thousands want another one in the same instant."""
+"""Streams opened at once: when an API server goes away, thousands want another one at the same time."""
 
 GREETED_WITHIN = 30.0
 """Seconds from the handshake to the first word of the runner, which may have to wait for its turn on a busy node."""
 
 _LONGEST_GREETING = 64
 
-# The same places where the Pod's first process looks. $0 is the relay, $1 the socket. Standard error must stay open: the
-# server ends the whole websocket when the last descriptor of it is closed.
+# The same places where the Pod's first process looks. $0 is the relay, $1 the socket. Standard error must stay open:
+# the server ends the whole websocket when the last descriptor of it is closed.
 _FIND = """\
 exec 3>&2
 for p in python3 python /testbed/.venv/bin/python /opt/miniconda3/envs/testbed/bin/python /opt/miniconda3/bin/python \
 /opt/conda/bin/python /opt/venv/bin/python /root/.venv/bin/python /usr/local/bin/python3 /usr/bin/python3 \
 "$HOME"/.pyenv/versions/*/bin/python /root/.pyenv/versions/*/bin/python /opt/pyenv/versions/*/bin/python
-do p=$(command -v "$p") && "$p" -ISBc 'import sys;sys.exit(sys.version_info<(3,7))' <&- && exec "$p" -ISBc "$0" "$1" 2>&3
+do p=$(command -v "$p")||continue
+case $("$p" -V) in "Python 3."[7-9]*|"Python 3."[1-9][0-9]*) exec "$p" -ISBc "$0" "$1" 2>&3;; esac
 done 2>/dev/null
 echo "no Python" >&2
 exit 127"""
@@ -162,5 +163,3 @@ def _silence(stream: ExecStream, error: BaseException) -> ControlPlaneError | No
 
 def _config(nonce: str, spec: SandboxSpec) -> dict[str, Any]:
     return {"nonce": nonce, "env": dict(spec.env), "workdir": spec.workdir, "user": spec.user}
-
-

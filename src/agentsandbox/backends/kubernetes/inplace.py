@@ -2,9 +2,10 @@
 """
 A new container in the same Pod, of the same image or of another one.
 
-The rule ``RestartAllContainers`` on an exit code of ours starts it without back-off and removes what was before. Where an
-image is to change, the kubelet must find the old container ended before it hears of the new image: otherwise it ends it
-itself, and then a return to an earlier image backs off.
+The rule ``RestartAllContainers`` on an exit code of ours starts it without back-off and removes what was before. Where
+an image is to change, the kubelet must hear of the old container's end and of the new image at the same time: if it
+hears of the image first, it ends the container itself, and then a return to an earlier image backs off; if last, it
+starts the old image once more.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
     from agentsandbox.backends.kubernetes.sandbox import KubernetesSandbox
     from agentsandbox.backends.kubernetes.watch import Reflector
 
-__all__ = ["Changer", "same_image"]
+__all__ = ["Changer", "same_image", "same_place"]
 
 LOOK = 0.08
 """Seconds that a kubelet takes to look at a Pod that has changed."""
@@ -57,6 +58,17 @@ def _full(name: str) -> str:
     if at:
         return f"{name.rpartition(':')[0] if ':' in name.rpartition('/')[2] else name}@{digest}"
     return name if ":" in name.rpartition("/")[2] else f"{name}:latest"
+
+
+def same_place(before: Any, after: Any) -> None:
+    """Refuse a Pod in which something of the last container is left outside of its root file system."""
+    if not isinstance(before, dict) or not isinstance(after, dict):
+        raise ProvisionError("the runner does not say what is left of the container before")
+    left = list(after.get("left") or ()) + [
+        path for path, digest in (before.get("files") or {}).items() if (after.get("files") or {}).get(path) != digest
+    ]
+    if left:
+        raise ProvisionError(f"left of the container before: {', '.join(map(str, left))}")
 
 
 class Changer:
@@ -124,8 +136,8 @@ class Changer:
 
         state = await self._placer.ready(sandbox.pod, sandbox.uid, timeout=self._timeout, fresh=anew)
         if not fresh(state):
-            # Either the kubelet has not heard of the new image yet, and makes yet another container; or the image is the
-            # same under two names, and then nothing more happens.
+            # Either the kubelet has not heard of the new image yet, and makes yet another container; or the image is
+            # the same under two names, and then nothing more happens.
             try:
                 state = await self._placer.ready(sandbox.pod, sandbox.uid, timeout=ALIAS, fresh=fresh)
             except ProvisionError:
@@ -148,8 +160,8 @@ class Changer:
         """
         Have the kubelet look at the Pod.
 
-        After a look it acts on the next change only when it knows anew which containers run, about once a second. So by the
-        time it acts on the new image it knows of the old container's end, too.
+        After a look it acts on the next change only when it knows anew which containers run, about once a second. So by
+        the time it acts on the new image it knows of the old container's end, too.
         """
         if anyio.current_time() - sandbox.ready_at > LOOKED:
             await self._patch(sandbox, {"metadata": {"uid": sandbox.uid, "annotations": {f"{DOMAIN}/image": image}}})

@@ -70,7 +70,7 @@ python3 python /testbed/.venv/bin/python /opt/miniconda3/envs/testbed/bin/python
 _WRAPPER = f"""\
 for p in {" ".join(_PYTHONS.split())}; do
 p=$(command -v "$p" 2>/dev/null) || continue
-"$p" -ISBc 'import sys,ctypes,zlib;sys.exit(sys.version_info<(3,7))' </dev/null >/dev/null 2>&1 || continue
+case $("$p" -V 2>/dev/null) in "Python 3."[7-9]*|"Python 3."[1-9][0-9]*) ;; *) continue;; esac
 exec "$p" -ISBuc "$0" "$@"
 done
 trap 'exit 0' TERM INT

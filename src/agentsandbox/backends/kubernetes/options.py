@@ -13,7 +13,17 @@ import attrs
 
 from agentsandbox.errors import ConfigurationError
 
-__all__ = ["DOMAIN", "PodOptions", "check_key", "check_labels", "check_name", "check_run_id", "label_value", "lifetime"]
+__all__ = [
+    "DOMAIN",
+    "PodOptions",
+    "check_key",
+    "check_labels",
+    "check_name",
+    "check_run_id",
+    "label_value",
+    "lifetime",
+    "quantity",
+]
 
 DOMAIN = "agentsandbox.dev"
 """Prefix of our labels and annotations."""
@@ -28,7 +38,14 @@ _FACTORS: dict[str, Decimal] = {"": Decimal(1), "m": Decimal("0.001"), "k": Deci
 _ENV = re.compile(r"[-._a-zA-Z][-._a-zA-Z0-9]*")
 
 
-def _quantity(value: str) -> Decimal:
+def quantity(value: str) -> Decimal:
+    """
+    Return the number that the cluster's way of writing quantities stands for.
+
+    Raises:
+        ConfigurationError: If it is not one.
+
+    """
     match = _QUANTITY.fullmatch(value)
     if match is None:
         raise ConfigurationError(f"{value!r} is not a quantity such as '500m', '2' or '1Gi'")
@@ -95,13 +112,13 @@ class PodOptions:
     def __attrs_post_init__(self) -> None:
         """Check everything that can be checked without a cluster."""
         for where in (self.requests, self.limits):
-            for quantity in where.values():
-                _quantity(quantity)
+            for value in where.values():
+                quantity(value)
         for resource, least in self.requests.items():
             most = self.limits.get(resource)
-            if _quantity(least) <= 0:
+            if quantity(least) <= 0:
                 raise ConfigurationError(f"request of {resource}: {least} is not more than 0")
-            if most is not None and _quantity(least) > _quantity(most):
+            if most is not None and quantity(least) > quantity(most):
                 raise ConfigurationError(f"request of {resource}: {least} is more than the limit {most}")
         if self.lifetime < 1 or self.lifetime > 2**31 - 1:
             raise ConfigurationError(f"lifetime: {self.lifetime} is not a number of seconds that a Pod can live")

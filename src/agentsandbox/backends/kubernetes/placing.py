@@ -130,8 +130,8 @@ class Placer:
             pod: Its name.
             uid: Its UID.
             timeout: In seconds.
-            fresh: Whether a ready container is the one that is waited for, and not what was before a restart. With it, a
-                container that the kubelet does not start at once is a failure: another Pod is there sooner.
+            fresh: Whether a ready container is the one that is waited for, and not what was before a restart. With it,
+                a container that the kubelet does not start at once is a failure: another Pod is there sooner.
 
         Raises:
             ProvisionError: In the cluster's own words, if it is over, cannot become ready, or is not in time.

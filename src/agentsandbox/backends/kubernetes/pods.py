@@ -6,53 +6,41 @@ from __future__ import annotations
 import getpass
 import importlib.util
 import itertools
-import random
 import secrets
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import anyio
 import attrs
 
-from agentsandbox.backends.base import Backend, BackendSandbox
+from agentsandbox.backends.base import Backend, BackendSandbox, Check
 from agentsandbox.backends.kubernetes.api import KubernetesApi
-from agentsandbox.backends.kubernetes.attach import Attacher, NoPython, NoRunner, first_process
-from agentsandbox.backends.kubernetes.inplace import Changer
-from agentsandbox.backends.kubernetes.manifests import DOMAIN, pod, pod_name, pods_path, selector
+from agentsandbox.backends.kubernetes.attach import Attacher, first_process
+from agentsandbox.backends.kubernetes.inplace import Changer, same_place
+from agentsandbox.backends.kubernetes.manifests import DOMAIN, FirstProcess, pod, pod_name, pods_path, selector
 from agentsandbox.backends.kubernetes.options import PodOptions, check_run_id
 from agentsandbox.backends.kubernetes.placing import Placer
 from agentsandbox.backends.kubernetes.removal import Remover
 from agentsandbox.backends.kubernetes.sandbox import KubernetesSandbox
-from agentsandbox.backends.kubernetes.watch import Reflector, backoff
-from agentsandbox.errors import (
-    ApiUnavailable,
-    ConfigurationError,
-    InfrastructureError,
-    NotFound,
-    ProvisionError,
-    SandboxLost,
-    Throttled,
-    UsageError,
-)
+from agentsandbox.backends.kubernetes.sessions import MODES, Sessions
+from agentsandbox.backends.kubernetes.watch import Reflector
+from agentsandbox.errors import ApiUnavailable, ConfigurationError, ProvisionError, SandboxLost, UsageError
 from agentsandbox.models.sandbox import Capabilities, ExecLevel, SandboxSpec
-from agentsandbox.session import Session
 
 if TYPE_CHECKING:
     from anyio.abc import TaskGroup, TaskStatus
 
     from agentsandbox.backends.kubernetes.conditions import PodState
-    from agentsandbox.transport import ByteStream
+    from agentsandbox.backends.kubernetes.view import Change
 
 __all__ = ["KubernetesBackend"]
 
+START_LIMIT = 20.0
+"""Seconds that a cluster may take to answer for the first time."""
+
 CLEANUP_LIMIT = 60.0
 """Seconds that removing a half-made sandbox, or all of them, may take."""
-
-EXEC_MODES = ("auto", "runner", "shell", "direct")
-
-REOPEN_WITHIN = 25.0
-"""Seconds that one attempt to attach again waits for an API server that does not answer."""
 
 
 class KubernetesBackend(Backend):
@@ -98,8 +86,8 @@ class KubernetesBackend(Backend):
         reuse: bool = True,
         **pod: Any,
     ) -> None:
-        if exec_mode not in EXEC_MODES:
-            raise ConfigurationError(f"exec_mode is one of {', '.join(EXEC_MODES)}, not {exec_mode!r}")
+        if exec_mode not in MODES:
+            raise ConfigurationError(f"exec_mode is one of {', '.join(MODES)}, not {exec_mode!r}")
         if streams != "warm":
             raise ConfigurationError(f'streams is "warm" in this version, not {streams!r}')
         unknown = set(pod) - {field.name for field in attrs.fields(PodOptions)}
@@ -116,6 +104,8 @@ class KubernetesBackend(Backend):
         check_run_id(self.run_id)
         self.owner = _user() if owner is None else owner
         """Who pays for it."""
+        self.observers: list[Callable[[Change], None]] = []
+        """Told of every change of a Pod of the run. They must be quick and must not raise."""
         self._where = {"context": context, "namespace": namespace, "kubeconfig": kubeconfig}
         self._max_connections = max_connections
         self._exec_mode = exec_mode
@@ -150,6 +140,41 @@ class KubernetesBackend(Backend):
         for spec in specs:
             self._manifest(spec, pod_name(self.run_id, 0), "", "0" * 32, rule=True)
 
+    async def examine(self) -> list[Check]:
+        """Ask the cluster about everything that is needed; no Pod is made."""
+        from agentsandbox.backends.kubernetes.preflight import examine_at
+
+        return await examine_at(self._where, self.manifest(SandboxSpec(image="python:3.12-alpine"), rule=True))
+
+    def manifest(self, spec: SandboxSpec, *, rule: bool = False) -> dict[str, Any]:
+        """
+        Return a Pod as it is made, for a dry run.
+
+        Args:
+            spec: From what.
+            rule: Whether with the rule for restarts in place, which not every server knows.
+
+        """
+        return self._manifest(spec, pod_name(self.run_id, 0), "", "0" * 32, rule=rule)
+
+    def receipt(self) -> Mapping[str, Any]:
+        """Return where its Pods are."""
+        api = getattr(self, "_api", None)
+        return {} if api is None else {"context": api.context, "namespace": api.namespace}
+
+    @classmethod
+    async def remove_leftovers(cls, receipt: Mapping[str, Any]) -> list[str]:
+        """
+        Remove what a run left on the cluster, after a look at the UID and the labels of each thing.
+
+        Raises:
+            UsageError: If the run is still going on, or something is not provably its own; nothing is removed then.
+
+        """
+        from agentsandbox.backends.kubernetes.reaping import remove_leftovers
+
+        return await remove_leftovers(receipt)
+
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
         """Be able to make sandboxes; on exit every Pod of the run is gone."""
@@ -179,12 +204,18 @@ class KubernetesBackend(Backend):
 
     async def _start(self, api: KubernetesApi, group: TaskGroup) -> None:
         self._reflector = Reflector(api, pods_path(api.namespace), selector=selector(self.run_id))
+        for observer in self.observers:
+            self._reflector.subscribe(observer)
         self._placer = Placer(api, self._reflector)
         self._remover = Remover(api, self._reflector, self.run_id)
         self._attacher = Attacher(api)
+        self._sessions = Sessions(api, self._reflector, self._attacher, mode=self._exec_mode)
         self._changer = Changer(api, self._reflector, self._placer, timeout=self._ready_timeout)
-        await group.start(self._reflector.run)
-        self._group = group
+        with anyio.move_on_after(START_LIMIT):
+            await group.start(self._reflector.run)
+            self._group = group
+        if self._group is None:
+            raise self._reflector.failure or ApiUnavailable(f"{api.host} does not answer")
 
     async def create(self, spec: SandboxSpec, name: str) -> KubernetesSandbox:
         """
@@ -196,15 +227,24 @@ class KubernetesBackend(Backend):
 
         """
         self._require()
+        while True:
+            try:
+                return await self._create(spec, name)
+            except ProvisionError as error:
+                if not self._sessions.step_down(spec.image, error):
+                    raise
+
+    async def _create(self, spec: SandboxSpec, name: str) -> KubernetesSandbox:
         nonce = secrets.token_hex(16)
         sandbox = KubernetesSandbox(spec, name, pod_name(self.run_id, next(self._numbers)), nonce, lambda: self.sink)
-        manifest = self._manifest(spec, sandbox.pod, name, nonce, rule=True)
-        self._sandboxes[sandbox.pod] = sandbox
+        first = self._sessions.first_process(spec.image)
+        manifest = self._manifest(spec, sandbox.pod, name, nonce, rule=True, first=first)
         mark = manifest["metadata"]["annotations"][f"{DOMAIN}/nonce"]
+        self._sandboxes[sandbox.pod] = sandbox
         try:
             self._rule = await self._placer.knows_rule(manifest)
             if not self._rule:
-                manifest = self._manifest(spec, sandbox.pod, name, nonce, rule=False, mark=mark)
+                manifest = self._manifest(spec, sandbox.pod, name, nonce, rule=False, first=first, mark=mark)
             sandbox.uid = await self._placer.post(manifest)
             self._born[sandbox.uid] = anyio.current_time()
             state = await self._placer.ready(sandbox.pod, sandbox.uid, timeout=self._ready_timeout)
@@ -234,8 +274,11 @@ class KubernetesBackend(Backend):
         """Whether its Pod can start another container at once, and has most of its life before it."""
         if not (self._reuse and self._rule and isinstance(sandbox, KubernetesSandbox)):
             return False
+        if not all(mount.get("readOnly") for mount in self.options.volume_mounts):
+            return False  # what an episode wrote there would outlive its container
         age = anyio.current_time() - self._born.get(sandbox.uid, -float("inf"))
-        return sandbox.loss is None and sandbox.session.alive and age < self.options.lifetime / 2
+        runner = sandbox.capabilities.exec_level is ExecLevel.RUNNER  # others cannot show what a container left behind
+        return runner and sandbox.loss is None and sandbox.session.alive and age < self.options.lifetime / 2
 
     async def recycle(self, sandbox: BackendSandbox, spec: SandboxSpec, name: str) -> KubernetesSandbox:
         """
@@ -254,14 +297,10 @@ class KubernetesBackend(Backend):
         before = sandbox.session.facts.get("place")
         try:
             await self._open(fresh, state)
-            _same_place(before, fresh.session.facts.get("place"))
+            same_place(before, fresh.session.facts.get("place"))
         except BaseException:
-            fresh.unwanted = True
-            fresh.unguard()
-            session: Session | None = getattr(fresh, "session", None)
-            if session is not None:
-                with anyio.move_on_after(CLEANUP_LIMIT, shield=True):
-                    await session.aclose()
+            with anyio.move_on_after(CLEANUP_LIMIT, shield=True):
+                await fresh.abandon()
             raise
         self._sandboxes[fresh.pod] = fresh
         return fresh
@@ -280,7 +319,15 @@ class KubernetesBackend(Backend):
         return self._group
 
     def _manifest(
-        self, spec: SandboxSpec, name: str, sandbox: str, nonce: str, *, rule: bool, mark: str | None = None
+        self,
+        spec: SandboxSpec,
+        name: str,
+        sandbox: str,
+        nonce: str,
+        *,
+        rule: bool,
+        first: FirstProcess = FirstProcess.RUNNER,
+        mark: str | None = None,
     ) -> dict[str, Any]:
         program, arguments = first_process(nonce)
         manifest = pod(
@@ -292,6 +339,7 @@ class KubernetesBackend(Backend):
             nonce=secrets.token_hex(8) if mark is None else mark,
             program=program,
             arguments=arguments,
+            first_process=first,
             restart_rule=rule,
         )
         manifest["metadata"]["annotations"][f"{DOMAIN}/sandbox"] = sandbox
@@ -299,89 +347,44 @@ class KubernetesBackend(Backend):
 
     async def _open(self, sandbox: KubernetesSandbox, state: PodState) -> None:
         group = self._require()
-        if self._exec_mode not in ("auto", "runner"):
-            raise ProvisionError(f"exec_mode={self._exec_mode!r} is not part of this version")
         sandbox.guard(self._reflector, state)
-        _still_there(sandbox)
-        try:
-            stream = await self._attacher.open(sandbox.pod, state.image, nonce=sandbox.nonce, spec=sandbox.spec)
-        except NoPython:
-            raise
-        except InfrastructureError as error:
-            raise await self._evidence(sandbox, error) from error
-        sandbox.session = Session(stream, nonce=sandbox.nonce, reopen=lambda: self._reopen(sandbox))
+        sandbox.still_there()
+        sandbox.session = await self._sessions.make(sandbox)
+        sandbox.still_there()
         try:
             await group.start(self._serve, sandbox)
         except SandboxLost as error:
-            raise ProvisionError(f"the runner of Pod {sandbox.pod} could not be started: {error}") from error
+            raise ProvisionError(f"Pod {sandbox.pod} does not answer: {error}") from error
         facts = sandbox.session.facts
         self._attacher.learn(state.image, facts.get("executable"))
         self._changer.learn(state.image, state)
         sandbox.capabilities = self._capabilities(state, facts)
 
     async def _serve(self, sandbox: KubernetesSandbox, *, task_status: TaskStatus[None]) -> None:
-        try:
-            await sandbox.session.run(task_status=task_status)
-        finally:
-            sandbox.served.set()
+        await sandbox.session.run(task_status=task_status)
         if not sandbox.unwanted and sandbox.session.lost is not None:
             sandbox.lose(sandbox.session.lost)
-
-    async def _reopen(self, sandbox: KubernetesSandbox) -> ByteStream:
-        """Open another stream to the same runner, after a look whether it still can be the same."""
-        failures = 0
-        with anyio.move_on_after(REOPEN_WITHIN):
-            while True:
-                try:
-                    await self._look(sandbox)
-                    return await self._attacher.open(
-                        sandbox.pod, sandbox.spec.image, nonce=sandbox.nonce, spec=sandbox.spec
-                    )
-                except (ApiUnavailable, Throttled) as error:
-                    failures += 1
-                    wait = backoff(min(failures, 3), random.random(), at_least=error.retry_after)  # noqa: S311 - jitter
-                    await anyio.sleep(wait)
-                except (NotFound, NoPython, NoRunner) as error:
-                    await self._look(sandbox)
-                    raise NoRunner(str(error)) from error
-        raise ApiUnavailable("the API server did not answer in time")
-
-    async def _look(self, sandbox: KubernetesSandbox) -> None:
-        try:
-            found = await self._api.request("GET", pods_path(self._api.namespace, sandbox.pod), timeout=10.0)
-        except NotFound:
-            found = None
-        error = sandbox.compare(found, self._reflector.get(sandbox.uid) or self._reflector.gone(sandbox.uid))
-        if error is not None:
-            raise error
-
-    async def _evidence(self, sandbox: KubernetesSandbox, error: InfrastructureError) -> InfrastructureError:
-        try:
-            await self._look(sandbox)
-        except SandboxLost as lost:
-            return ProvisionError(f"Pod {sandbox.pod} {lost}")
-        except InfrastructureError:
-            pass
-        return error
 
     def _capabilities(self, state: PodState, facts: Any) -> Capabilities:
         runtime = self.options.runtime_class
         return Capabilities(
-            exec_level=ExecLevel.RUNNER,
-            isolation="a Pod" + (f" of runtime class {runtime}" if runtime else "") + (", as root" * (facts.get("uid") == 0)),
+            exec_level=ExecLevel(facts.get("level", ExecLevel.RUNNER)),
+            isolation=f"a Pod of runtime class {runtime}" if runtime else "a Pod",
             users=bool(facts.get("users")),
             network=True,
-            rungs=("restart", "replace") if self._rule and self._reuse else ("replace",),
-            python=str(facts.get("python", "")),
-            facts={"pod": state.name, "uid": state.identity.uid, "image_id": state.image_id or ""},
+            rungs=("restart", "replace") if self._rule and self._reuse and "place" in facts else ("replace",),
+            python=facts.get("python"),
+            facts={
+                "pod": state.name,
+                "uid": state.identity.uid,
+                "image_id": state.image_id or "",
+                "protocol": self._api.protocol or "",
+                "root": "yes" if facts.get("uid") == 0 else "no",
+            },
         )
 
     async def _discard(self, sandbox: KubernetesSandbox, mark: str) -> None:
-        sandbox.unwanted = True
-        sandbox.unguard()
-        session: Session | None = getattr(sandbox, "session", None)
-        if session is not None:
-            await session.aclose()
+        await sandbox.abandon()
         if sandbox.uid:
             await self._remover.remove(sandbox.pod, sandbox.uid)
             self._born.pop(sandbox.uid, None)
@@ -397,27 +400,8 @@ class KubernetesBackend(Backend):
             await self._remover.remove_run()
         finally:
             for sandbox in self._sandboxes.values():
-                session: Session | None = getattr(sandbox, "session", None)
-                if session is not None:
-                    await session.aclose()
+                await sandbox.abandon()
             self._sandboxes.clear()
-
-
-def _still_there(sandbox: KubernetesSandbox) -> None:
-    """Refuse a sandbox that was lost while it was made."""
-    if sandbox.loss is not None:
-        raise ProvisionError(f"Pod {sandbox.pod} {sandbox.loss}")
-
-
-def _same_place(before: Any, after: Any) -> None:
-    """Refuse a Pod in which something of the last container is left outside of its root file system."""
-    if not isinstance(before, dict) or not isinstance(after, dict):
-        raise ProvisionError("the runner does not say what is left of the container before")
-    left = list(after.get("left") or ()) + [
-        path for path, digest in (before.get("files") or {}).items() if (after.get("files") or {}).get(path) != digest
-    ]
-    if left:
-        raise ProvisionError(f"left of the container before: {', '.join(map(str, left))}")
 
 
 def _user() -> str:

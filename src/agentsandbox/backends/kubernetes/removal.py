@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import random
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import anyio
@@ -87,10 +88,8 @@ class Remover:
         pods = await self._list()
         if not pods:
             return
-        try:
+        with suppress(PermissionDenied):  # deletecollection is a permission of its own, and one can do without
             await self._api.request("DELETE", self._path, params={"labelSelector": selector(self._run_id)})
-        except PermissionDenied:
-            pass  # deletecollection is a permission of its own, and one can do without
         with anyio.move_on_after(SETTLE):
             slots = anyio.Semaphore(AT_ONCE)
 

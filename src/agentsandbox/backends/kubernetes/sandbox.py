@@ -11,13 +11,12 @@ import anyio
 from agentsandbox.backends.base import BackendSandbox
 from agentsandbox.backends.kubernetes.conditions import PodState, lost
 from agentsandbox.backends.kubernetes.watch import Change, ChangeType
-from agentsandbox.errors import SandboxLost
+from agentsandbox.errors import ProvisionError, SandboxLost
 from agentsandbox.models.events import Event, EventSink
 
 if TYPE_CHECKING:
     from agentsandbox.backends.kubernetes.watch import Reflector
     from agentsandbox.models.sandbox import Identity, SandboxSpec
-    from agentsandbox.session import Session
 
 __all__ = ["KubernetesSandbox"]
 
@@ -36,7 +35,6 @@ class KubernetesSandbox(BackendSandbox):
     """
 
     identity: Identity
-    session: Session
 
     def __init__(self, spec: SandboxSpec, name: str, pod: str, nonce: str, sink: Callable[[], EventSink]) -> None:
         self.spec = spec
@@ -56,14 +54,13 @@ class KubernetesSandbox(BackendSandbox):
         """Its Pod when it was last found ready."""
         self.ready_at = 0.0
         """When that was, in seconds on the driver's monotonic clock."""
-        self.served = anyio.Event()
-        """Set when the task of its session has ended."""
         self._sink = sink
         self._unsubscribe: Callable[[], None] = lambda: None
 
     def __repr__(self) -> str:
         state = "making" if self.state is None else self.loss.reason if self.loss else "ready"
-        return f"<KubernetesSandbox {self.name} in {self.pod} [{self.spec.image}, {'unwanted' if self.unwanted else state}]>"
+        state = "unwanted" if self.unwanted else state
+        return f"<KubernetesSandbox {self.name} in {self.pod} [{self.spec.image}, {state}]>"
 
     async def check(self) -> None:
         """
@@ -78,6 +75,11 @@ class KubernetesSandbox(BackendSandbox):
         if not self.session.alive:
             raise _again(self.session.lost or SandboxLost("died", "its session was closed"))
 
+    @property
+    def opened(self) -> bool:
+        """Whether it has a session."""
+        return hasattr(self, "session")
+
     def guard(self, reflector: Reflector, state: PodState) -> None:
         """Take an identity, and from now on compare everything that is told about the Pod with it."""
         self.unguard()
@@ -86,6 +88,18 @@ class KubernetesSandbox(BackendSandbox):
         self.loss = None
         self._unsubscribe = reflector.subscribe(self._changed, uid=self.uid)
         self.compare(reflector.get(self.uid), reflector.gone(self.uid))
+
+    async def abandon(self) -> None:
+        """Let go of it: whatever happens to its Pod from now on is no loss."""
+        self.unwanted = True
+        self.unguard()
+        if self.opened:
+            await self.session.aclose()
+
+    def still_there(self) -> None:
+        """Refuse a Pod that was lost while it was made."""
+        if self.loss is not None:
+            raise ProvisionError(f"Pod {self.pod} {self.loss}")
 
     def unguard(self) -> None:
         """Compare no longer."""
@@ -104,9 +118,8 @@ class KubernetesSandbox(BackendSandbox):
         if self.unwanted or self.loss is not None:
             return
         self.loss = error
-        session: Session | None = getattr(self, "session", None)
-        if session is not None:
-            session.lose(error)
+        if self.opened:
+            self.session.lose(error)
             data = {"reason": error.reason, "detail": error.detail, "pod": self.pod, "node": self.node}
             self._sink()(Event(name="sandbox.lost", at=anyio.current_time(), sandbox=self.name, data=data))
 

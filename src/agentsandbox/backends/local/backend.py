@@ -148,6 +148,11 @@ class LocalBackend(Backend):
         self._checking = anyio.Lock()
         self._run_id = run_id or secrets.token_hex(8)
 
+    @property
+    def run_id(self) -> str:
+        """What tells this run from any other."""
+        return self._run_id
+
     def __repr__(self) -> str:
         state = "running" if self._group is not None else "stopped"
         return (
@@ -363,6 +368,8 @@ class LocalBackend(Backend):
             isolation=isolation,
             users=bool(facts.get("users")),
             network=parent.layout is None,
+            # The end of its namespaces is the end of all that ever was in it, and another one is a fork away.
+            rungs=("replace",) if parent.layout is None else ("jail", "replace"),
             python=str(facts.get("python", "")),
             facts=details,
         )

@@ -3,7 +3,8 @@
 The runner as the first process of a container: streams come to it from outside, one exec each.
 
 Every exec runs a relay that connects to an abstract socket, hands over its standard input and output, and stays only as
-long as they are used. The program itself arrived that way, on the first stream; see :mod:`agentsandbox.protocol.bootstrap`.
+long as they are used. The program itself arrived that way, on the first stream: see ``WAITING`` and ``RELAY`` in
+:mod:`agentsandbox.protocol.bootstrap`.
 """
 
 from __future__ import annotations
@@ -23,8 +24,10 @@ UNWANTED = ("KUBERNETES_",)
 
 def main(config: Mapping[str, Any]) -> None:
     """
-    Serve by configuration; the stub that received this program left its listening socket, the first stream on standard
-    input and output, and the connection of that stream's relay, the numbers of both sockets in ``sys.argv``.
+    Serve by configuration.
+
+    Whoever received this program left the first stream on standard input and output, and in ``sys.argv`` the numbers of
+    its listening socket and of the connection to that stream's relay.
 
     Args:
         config: ``nonce``; ``env`` on top of the container's; ``workdir``, relative to the container's; ``user``.

@@ -240,6 +240,7 @@ class Host:
                     base_env=env,
                     workdir=workdir,
                     user=message["user"],
+                    uppers=jail.UPPERS,
                 )
                 code = 0
         except BaseException:  # the process must not return into the loop of its parent
@@ -267,7 +268,8 @@ class Host:
     def _report(self, child: Child) -> None:
         """Hear from a sandbox in the making."""
         channel = child.channel
-        assert channel is not None
+        if channel is None:  # its end was in the same batch of events, and says it all
+            return
         try:
             data = channel.recv(65536)
             if data == b"map":

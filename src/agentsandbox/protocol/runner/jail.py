@@ -81,6 +81,12 @@ DEVICE_LINKS = (
 STAGE = b"/jail"
 """Where the parent keeps an empty directory: each sandbox mounts its memory file system there, in its own namespace."""
 
+UPPERS: Dict[str, int] = {}
+"""
+Where overlays are mounted, and a descriptor of what each has on top of its lower layers. Only the first process has
+them: what an episode changed there can be seen without looking at what it cannot change.
+"""
+
 libc = ctypes.CDLL(None, use_errno=True)
 libc.mount.argtypes = (ctypes.c_char_p, ctypes.c_char_p, ctypes.c_char_p, ctypes.c_ulong, ctypes.c_char_p)
 libc.umount2.argtypes = (ctypes.c_char_p, ctypes.c_int)
@@ -200,7 +206,7 @@ def _devices(stage: bytes) -> None:
     """Mount a small /dev. Sources are relative: the working directory is the old root."""
     home = stage + b"/dev"
     os.mkdir(home, 0o755)
-    for name, mode in (("pts", 0o755), ("shm", 0o1777)):
+    for name, mode in (("pts", 0o755), ("shm", 0o1777), ("mqueue", 0o755)):
         os.mkdir(home + b"/" + name.encode(), mode)
     for name, target in DEVICE_LINKS:
         os.symlink(target, home + b"/" + name.encode())
@@ -209,6 +215,8 @@ def _devices(stage: bytes) -> None:
     mount(home, b"/dev", b"", MS_BIND)
     for name in DEVICES:
         mount(b"dev/" + name.encode(), b"/dev/" + name.encode(), b"", MS_BIND)
+    # Without a place to see them, queues would be there all the same.
+    mount(b"mqueue", b"/dev/mqueue", b"mqueue", MS_NOSUID | MS_NODEV | MS_NOEXEC)
     mount(b"devpts", b"/dev/pts", b"devpts", MS_NOSUID | MS_NOEXEC, b"newinstance,ptmxmode=0666,mode=0620")
 
 
@@ -234,6 +242,7 @@ def build_root(plan: Dict[str, Any]) -> None:
         os.mkdir(work, 0o755)
         data = b"lowerdir=%s,upperdir=%s,workdir=%s,userxattr" % (os.fsencode(":".join(lower)), upper, work)
         mount(b"overlay", root + os.fsencode(target.rstrip("/")), b"overlay", MS_NOSUID | MS_NODEV, data)
+        UPPERS[target] = os.open(upper, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     # From here on an absolute path is one of the sandbox, whatever links its image holds; a relative one is of the old
     # root, which is the working directory.
     old_root = os.open(b"/", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)

@@ -26,6 +26,11 @@ SIGNAL_INFO = struct.Struct("=IiiI")
 NAMESPACES = ("cgroup", "ipc", "mnt", "net", "pid", "user", "uts")
 
 
+def last_error() -> int:
+    """Return the error number of the last call to the C library."""
+    return 0 if _libc is None else ctypes.get_errno()
+
+
 def become_subreaper() -> bool:
     """Be given the orphans of all that we start; the first process of a namespace is anyway."""
     return os.getpid() == 1 or _prctl(PR_SET_CHILD_SUBREAPER, 1)

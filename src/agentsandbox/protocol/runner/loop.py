@@ -11,6 +11,7 @@ import fcntl
 import os
 import select
 import socket
+import struct
 from typing import TYPE_CHECKING, Any, Dict, Mapping, Optional, Tuple, Union
 
 from agentsandbox.protocol import frames
@@ -20,6 +21,7 @@ from . import kernel
 from .attaching import Door, refusal
 from .family import Family
 from .poller import Poller
+from .pristine import Vault
 from .requests import Request, seconds_of_grace
 from .signals import Signals
 from .spawn import StartFailed
@@ -53,6 +55,7 @@ class Runner:
         accept: A listening socket for streams beside the first one. With it, the runner outlives its stream.
         handed: Whether those who connect to it hand over a stream, as against being one.
         facts: What else a driver is told.
+        uppers: See :class:`.pristine.Vault`.
 
     """
 
@@ -66,11 +69,13 @@ class Runner:
         accept: Optional[int] = None,
         handed: bool = False,
         facts: Optional[Mapping[str, Any]] = None,
+        uppers: Optional[Mapping[str, int]] = None,
     ) -> None:
         self.timers = Timers()
         self.connection = Connection(frames.TO_RUNNER)
         self.poller = Poller(kernel.seal_descriptors())
         self.family = Family()
+        self.vault = Vault(uppers or {})
         self.facts = kernel.facts()
         self._starter = Starter(base_env, workdir, user)
         self.facts.update(
@@ -265,6 +270,13 @@ class Runner:
         elif kind == frames.STDIN_END:
             command.stdin.end()
 
+    def relay(self) -> Optional[int]:
+        """Return the process that holds our stream open, if one does."""
+        if self._stream is None or self._stream.relay is None:
+            return None
+        with socket.socket(fileno=os.dup(self._stream.relay)) as connection:
+            return int(struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[0])
+
     def _start(self, number: int, payload: bytes) -> None:
         if number <= self._last:
             raise frames.FrameError("command %d comes after command %d" % (number, self._last))
@@ -294,6 +306,7 @@ def serve(
     accept: Optional[int] = None,
     handed: bool = False,
     facts: Optional[Mapping[str, Any]] = None,
+    uppers: Optional[Mapping[str, int]] = None,
 ) -> int:
     """
     Run commands for whoever is at the other end of a stream, until it is over.
@@ -310,6 +323,7 @@ def serve(
             kills everything and returns.
         handed: Whether those who connect to *accept* hand over a stream, as against being one.
         facts: What else a driver is told.
+        uppers: Where overlays are mounted, and descriptors of their upper directories.
 
     Returns:
         What to exit with: 0, or what the driver asked for when it ended the runner.
@@ -321,7 +335,14 @@ def serve(
     first = Stream(*ends) if isinstance(ends, tuple) else ends
     try:
         runner = Runner(
-            nonce=nonce, base_env=base_env, workdir=workdir, user=user, accept=accept, handed=handed, facts=facts
+            nonce=nonce,
+            base_env=base_env,
+            workdir=workdir,
+            user=user,
+            accept=accept,
+            handed=handed,
+            facts=facts,
+            uppers=uppers,
         )
     except (NoUser, StartFailed) as error:
         if first is None:

@@ -2,9 +2,9 @@
 """
 What a container shares with the one before it in the same Pod, although its root file system is new.
 
-The Pod keeps the IPC namespace with its shared memory, semaphores and message queues, the file system on ``/dev/shm``, and
-the files that the cluster mounts into ``/etc``. Nothing of an episode has run yet when this looks, and nothing that it
-finds is executed or believed.
+The Pod keeps the IPC namespace with its shared memory, semaphores and message queues, the file system on ``/dev/shm``,
+and the files that the cluster mounts into ``/etc``. Nothing of an episode has run yet when this looks, and nothing that
+it finds is executed or believed.
 """
 
 from __future__ import annotations
@@ -36,19 +36,20 @@ IPC_RMID = 0
 
 def clean() -> Dict[str, Any]:
     """
-    Remove what the Pod shares, and say what is there now.
+    Remove what the Pod shares, if this is its first process, and say what is there now.
 
     Returns:
         ``left``: what could not be removed, by name; ``files``: the SHA-256 of each mounted file, ``None`` without it.
 
     """
     left: List[str] = []
-    for place in SHARED:
-        _empty(place, left)
-    for kind in ("shm", "msg", "sem"):
-        for number in _objects(kind):
-            _remove(kind, number)
-        left += ["%s:%d" % (kind, number) for number in _objects(kind)]
+    if os.getpid() == 1:  # anywhere else these belong to somebody
+        for place in SHARED:
+            _empty(place, left)
+        for kind in ("shm", "msg", "sem"):
+            for number in _objects(kind):
+                _remove(kind, number)
+            left += ["%s:%d" % (kind, number) for number in _objects(kind)]
     return {"left": left[:FEW], "files": {path: _digest(path) for path in MOUNTED}}
 
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 import errno
 import fcntl
 import hashlib
-import marshal
 import mmap
 import os
 import stat
@@ -19,8 +18,7 @@ import struct
 import time
 from typing import Any, Callable, Dict, Iterator, List, NamedTuple, Optional, Set, Tuple
 
-CHUNK = 1024 * 1024
-ZEROS = bytes(CHUNK)
+from .storing import CHUNK, Store
 
 MAX_DEPTH = 500
 """How deep directories may be nested: each level holds a descriptor."""
@@ -30,22 +28,36 @@ USER_FLAGS = 0x000380FF
 """The flags of ``chattr`` that users may change (FS_FL_USER_MODIFIABLE)."""
 
 KERNEL_TYPES = frozenset(
-    "autofs binfmt_misc bpf cgroup cgroup2 configfs debugfs devpts efivarfs fusectl nsfs proc pstore rpc_pipefs "
-    "securityfs selinuxfs sysfs tracefs".split()
+    (
+        *("autofs", "binfmt_misc", "bpf", "cgroup", "cgroup2", "configfs", "debugfs", "devpts", "efivarfs", "fusectl"),
+        *("nsfs", "proc", "pstore", "rpc_pipefs", "securityfs", "selinuxfs", "sysfs", "tracefs"),
+    )
 )
 """File systems that hold no files: what of them matters is looked at in its own way."""
 
 O_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 O_FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
 
-Stamp = Tuple[int, ...]
+Stamp = bytes
 """Where a file is kept and when that last changed; equal stamps are the same file, unchanged."""
 
 Entry = Tuple[Any, ...]
 """
 One name of a manifest: kind, mode, owner, group, modification time (ns), flags, extended attributes, and what the kind
-has beside: ``f`` size, SHA-256, place of its copy, group of hard links; ``l`` target; ``o`` device number; ``d`` nothing.
+has beside: ``f`` size, SHA-256, place of its copy, group of hard links, whether it has holes, number of links;
+``l`` target; ``o`` device number; ``d`` nothing.
 """
+
+Tree = Dict[str, Dict[str, Entry]]
+"""Directory → name → what is there."""
+
+Stamps = Dict[str, Dict[str, Stamp]]
+"""Directory → name → its stamp."""
+
+
+# One object each is what makes tens of thousands of them quick to write and to read.
+pack_directory = struct.Struct("=qqQQQ").pack
+pack_file = struct.Struct("=QQqqQQQQQ").pack
 
 
 class Mount(NamedTuple):
@@ -64,19 +76,21 @@ def mounts() -> Dict[str, Mount]:
     found = {}
     with open("/proc/self/mountinfo", "rb") as file:
         for line in file:
-            before, _, after = line.decode("utf-8", "surrogateescape").partition(" - ")
-            fields, kind = before.split(" "), after.split(" ")
-            place = fields[4].encode("utf-8", "surrogateescape").decode("unicode_escape").encode("latin-1")
-            read_only = "ro" in fields[5].split(",") or "ro" in kind[2].strip().split(",")
-            found[os.fsdecode(place)] = Mount(kind[0], read_only)
+            before, _, after = line.partition(b" - ")
+            fields, kind = before.split(b" "), after.split(b" ")
+            place = fields[4]
+            for escape, character in ((b"\\040", b" "), (b"\\011", b"\t"), (b"\\012", b"\n"), (b"\\134", b"\\")):
+                place = place.replace(escape, character)
+            read_only = b"ro" in fields[5].split(b",") or b"ro" in kind[2].strip().split(b",")
+            found[os.fsdecode(place)] = Mount(os.fsdecode(kind[0]), read_only)
     return found
 
 
 def stamp(status: os.stat_result) -> Stamp:
     """Return what changes whenever a file does; inode numbers of directories are not kept by all file systems."""
     if stat.S_ISDIR(status.st_mode):
-        return (status.st_ctime_ns, status.st_mtime_ns, status.st_mode, status.st_uid, status.st_gid)
-    return (
+        return pack_directory(status.st_ctime_ns, status.st_mtime_ns, status.st_mode, status.st_uid, status.st_gid)
+    return pack_file(
         status.st_dev,
         status.st_ino,
         status.st_ctime_ns,
@@ -164,50 +178,6 @@ def sha256(fd: int, size: int, copy: Optional[Callable[[bytes], None]] = None) -
             size -= len(part)
 
 
-class Store:
-    """
-    Copies of files, one after the other in a file that nobody else can open.
-
-    Args:
-        fd: That file.
-        limit: How much it may hold, in bytes.
-
-    """
-
-    def __init__(self, fd: int, limit: int) -> None:
-        self.fd = fd
-        self.end = 0
-        self._limit = limit
-        self._start = 0
-        self._parts: List[bytes] = []
-        self._waiting = 0
-
-    def room(self, size: int) -> bool:
-        """Whether a file of that size can be kept."""
-        return self.end + size <= self._limit
-
-    def add(self, data: bytes) -> None:
-        """Keep the next bytes. Where a whole chunk is zero, nothing is written."""
-        self.end += len(data)
-        if data == ZEROS:
-            self.flush()
-            self._start = self.end
-            return
-        self._parts.append(data)
-        self._waiting += len(data)
-        if self._waiting >= CHUNK:
-            self.flush()
-
-    def flush(self) -> None:
-        """Write what waits."""
-        view = memoryview(b"".join(self._parts))
-        while view:
-            written = os.pwrite(self.fd, view, self._start)
-            self._start += written
-            view = view[written:]
-        self._parts, self._waiting = [], 0
-
-
 class Scanner:
     """
     Looks at files, and remembers where looking is not enough.
@@ -253,7 +223,7 @@ class Scanner:
         try:
             store, start = self.store, -1
             self.hashed += 1
-            if store is not None and store.room(status.st_size):
+            if store is not None and store.room(min(status.st_size, status.st_blocks * 512)):
                 start = store.end
                 digest = sha256(fd, status.st_size, store.add)
                 if store.end != start + status.st_size:
@@ -263,7 +233,8 @@ class Scanner:
             group = ""
             if status.st_nlink > 1:
                 group = self._groups.setdefault((status.st_dev, status.st_ino), path)
-            return (get_flags(fd), attributes(fd), status.st_size, digest, start, group)
+            sparse = status.st_blocks * 512 < status.st_size
+            return (get_flags(fd), attributes(fd), status.st_size, digest, start, group, sparse, status.st_nlink)
         finally:
             os.close(fd)
 
@@ -276,8 +247,7 @@ class Scanner:
         if path in self._over:
             found = [item for item in found if not self.skipped(join(path, item[0]))]
         for _, status in found:
-            if status.st_ctime_ns > self.newest:
-                self.newest = status.st_ctime_ns
+            self.newest = max(self.newest, status.st_ctime_ns)
         return found
 
 
@@ -285,7 +255,9 @@ def _name(item: Tuple[str, Any]) -> str:
     return item[0]
 
 
-def walk(root: str, enter: Callable[[str, Optional[int]], int] = open_directory) -> Iterator[Tuple[int, str, List[str]]]:
+def walk(
+    root: str, enter: Callable[[str, Optional[int]], int] = open_directory
+) -> Iterator[Tuple[int, str, List[str]]]:
     """
     Go through directories from the top.
 
@@ -322,109 +294,60 @@ def walk(root: str, enter: Callable[[str, Optional[int]], int] = open_directory)
             os.close(entry[0])
 
 
-def enter_readable(name: str, parent: Optional[int]) -> int:
-    """Open a directory as it is; -1 if that is not allowed."""
-    try:
-        return os.open(name, O_DIRECTORY, dir_fd=parent)
-    except PermissionError:
-        return -1
+def open_path(path: str) -> int:
+    """Open a directory by its path, none of whose parts may be a link."""
+    fd = os.open("/", O_DIRECTORY)
+    names = [name for name in path.split("/") if name]
+    for number, name in enumerate(names):
+        above = fd
+        try:
+            if number == len(names) - 1:
+                return open_directory(name, above)
+            fd = os.open(name, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=above)
+        finally:
+            os.close(above)
+    return fd
 
 
-def outside(
-    scanner: Scanner, scope: Set[str], excluded: Set[str], vulnerable: Optional[Set[str]] = None
-) -> Tuple[Dict[str, bytes], Set[str]]:
+def enter_scope(name: str, parent: Optional[int]) -> int:
+    """Open a directory of the scope."""
+    return open_path(name) if parent is None else open_directory(name, parent)
+
+
+def take(scanner: Scanner, roots: List[str]) -> Tuple[Tree, Stamps]:
     """
-    Fingerprint every directory that is not in the scope.
+    Describe everything below some directories; they themselves are the names of the empty path.
 
     Args:
         scanner: What looks.
-        scope: Directories that are compared in another way.
-        excluded: Directories that are not looked at.
-        vulnerable: Only look at these: who is not root can change nothing else.
-
-    Returns:
-        Directory → fingerprint of its entries, and the directories whose entries somebody but root might change.
+        roots: The directories.
 
     """
-    above = {"/"}
-    for path in scope:
-        while path != "/":
-            path = os.path.dirname(path)
-            above.add(path)
-    found: Dict[str, bytes] = {}
-    weak: Set[str] = set()
-    if vulnerable is not None:
-        for path in sorted(vulnerable):
-            try:
-                fd = enter_readable(path, None)
-            except OSError:
-                fd = -1
-            if fd < 0:
-                continue
-            try:
-                found[path] = _fingerprint(scanner, fd, path, scope, excluded, above, [], weak)
-            finally:
-                os.close(fd)
-        return found, weak
-    for fd, path, below in walk("/", enter_readable):
-        found[path] = _fingerprint(scanner, fd, path, scope, excluded, above, below, weak)
-    return found, weak
-
-
-def _fingerprint(
-    scanner: Scanner,
-    fd: int,
-    path: str,
-    scope: Set[str],
-    excluded: Set[str],
-    above: Set[str],
-    below: List[str],
-    weak: Set[str],
-) -> bytes:
-    facts: List[Any] = []
-    own = os.fstat(fd)
-    exposed = own.st_uid != 0 or bool(own.st_mode & 0o022)
-    for name, status in scanner.directory(fd, path):
-        mode = status.st_mode
-        exposed = exposed or status.st_uid != 0 or (bool(mode & 0o022) and not stat.S_ISLNK(mode))
-        if stat.S_ISDIR(mode):
-            place = join(path, name)
-            facts.append((name, mode, status.st_uid, status.st_gid))
-            if place in scope or place in excluded:
-                continue
-            below.append(name)
-            if place not in above and place not in scanner.mounts:
-                facts.append((status.st_ctime_ns, status.st_mtime_ns))
-                continue
-            # Its change time moves with what is restored below it, on an overlay.
-            child = enter_readable(name, fd)
-            if child >= 0:
-                facts.append((get_flags(child), attributes(child)))
-                os.close(child)
-        elif stat.S_ISREG(mode):
-            facts.append((name, stamp(status)))
-            if status.st_dev in scanner.mute:
-                facts.append(_contents(scanner, name, fd, status))
-        elif stat.S_ISLNK(mode):
-            facts.append((name, stamp(status)))
-        else:
-            # The times of a device are not those of a file: it may be everybody's.
-            facts.append((name, mode, status.st_uid, status.st_gid, status.st_rdev))
-    if exposed:
-        weak.add(path)
-    return hashlib.blake2b(marshal.dumps(facts, 2), digest_size=16).digest()
-
-
-def _contents(scanner: Scanner, name: str, parent: int, status: os.stat_result) -> bytes:
-    try:
-        fd = os.open(name, O_FILE, dir_fd=parent)
-    except PermissionError:
-        return b"closed"
-    try:
-        scanner.hashed += 1
-        return sha256(fd, status.st_size)
-    finally:
-        os.close(fd)
+    tree: Tree = {"": {}}
+    stamps: Stamps = {"": {}}
+    for root in roots:
+        for fd, path, below in walk(root, enter_scope):
+            if path == root:
+                own = os.fstat(fd)
+                tree[""][root] = (
+                    "d",
+                    own.st_mode,
+                    own.st_uid,
+                    own.st_gid,
+                    own.st_mtime_ns,
+                    get_flags(fd),
+                    attributes(fd),
+                )
+                stamps[""][root] = stamp(own)
+                scanner.newest = max(scanner.newest, own.st_ctime_ns)
+            entries = tree[path] = {}
+            known = stamps[path] = {}
+            for name, status in scanner.directory(fd, path):
+                entries[name] = scanner.entry(name, fd, join(path, name), status)
+                known[name] = stamp(status)
+                if stat.S_ISDIR(status.st_mode):
+                    below.append(name)
+    return tree, stamps
 
 
 def silent_devices(places: List[str]) -> Set[int]:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Dict, List, Mapping, Optional, Tuple, Union
 
 from agentsandbox.protocol import frames
 
-from . import files, kernel, spawn, users
+from . import files, kernel, pristine, spawn, users
 from .commands import Command
 from .pipes import Output, enlarge
 from .processes import MARKER
@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     from .loop import Runner
 
 DEFAULT_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+
+PRISTINE = ("baseline", "reset")
+"""Builtins that are about the whole sandbox, and not about what some user may do in it."""
 
 SPARE_DESCRIPTORS = 32
 """So many descriptors stay free for the runner itself: it must be able to look at processes in order to kill them."""
@@ -83,6 +86,8 @@ class Starter:
         become = self._change(account)
         env.update(request.env)
         env[MARKER] = b"%d" % number
+        if request.builtin not in PRISTINE:
+            runner.vault.users.add(account.uid)
         cwd = self.workdir if request.cwd is None else os.path.join(self.workdir, request.cwd)
         pipes = _Pipes()
         try:
@@ -101,9 +106,12 @@ class Starter:
                 signal.pthread_sigmask(signal.SIG_UNBLOCK, runner.signals.blocked)
             if report is not None:
                 enlarge(stdout[0])
-                pid = self._builtin(
-                    request, cwd, stdio, report[1], account if self._lives else become, runner.poller.highest
-                )
+                if request.builtin in PRISTINE:
+                    pid = self._pristine(request, cwd, stdio, report[1], runner)
+                else:
+                    pid = self._builtin(
+                        request, cwd, stdio, report[1], account if self._lives else become, runner.poller.highest
+                    )
             elif request.script is not None:
                 pid = self._script(request.script, cwd, env, stdio, become)
             else:
@@ -185,6 +193,35 @@ class Starter:
             code = files.run(request.builtin, path, request.args, 3)
         except SystemExit as error:
             code = error.code if isinstance(error.code, int) else 1
+        except BaseException:
+            code = 1
+        os._exit(code)
+
+    def _pristine(self, request: Request, cwd: bytes, stdio: Tuple[int, int, int], report: int, runner: Runner) -> int:
+        """Take a baseline, or reset, with all the rights that the runner has."""
+        path = path_of(request.args, cwd)
+        vault = runner.vault
+        if request.builtin == "baseline":
+            vault.home = self.default.home
+            vault.open(runner.relay())
+        pid = os.fork()
+        if pid:
+            return pid
+        try:
+            if os.getresuid()[2] == 0:
+                os.setresuid(0, 0, 0)
+                os.setresgid(0, 0, 0)
+            kernel.forbid_tracing()
+            os.setsid()
+            needed = stdio + vault.descriptors + (report,) + tuple(vault.uppers.values())
+            held = [fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, len(needed)) for fd in needed]
+            for target, fd in enumerate(held):
+                os.dup2(fd, target, inheritable=False)
+            os.closerange(len(held), max(held) + runner.poller.highest + 64)
+            first = len(held) - len(vault.uppers)
+            vault.uppers = {place: first + number for number, place in enumerate(vault.uppers)}
+            assert request.builtin is not None
+            code = pristine.run(request.builtin, path, request.args, first - 1, vault)
         except BaseException:
             code = 1
         os._exit(code)

@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterable, Awaitable, Callable, Iterable
+import os
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import anyio
@@ -17,15 +19,19 @@ from agentsandbox.transport.exec import STDOUT
 if TYPE_CHECKING:
     from agentsandbox.transport.exec import Connect, ExecConnection
 
-__all__ = ["Outcome", "run"]
+__all__ = ["Outcome", "Read", "Take", "passing", "reader", "run"]
 
 PIECE = 256 * 1024
 """Bytes sent at a time."""
+
+KEEP_ALIVE = 30.0
+"""Seconds after which idle timers on the way are reset."""
 
 ERRORS_KEPT = 4096
 """Bytes of standard error that are kept to say what went wrong."""
 
 Take = Callable[[bytes], Awaitable[None]]
+Read = Callable[[], Awaitable[bytes]]
 
 
 @attrs.frozen(kw_only=True)
@@ -45,7 +51,7 @@ async def run(
     shell: str,
     code: str,
     *,
-    data: bytes | AsyncIterable[bytes] = b"",
+    read: Read | None = None,
     take: Take | None = None,
     timeout: float,
 ) -> Outcome:
@@ -56,7 +62,8 @@ async def run(
         connect: Starts a command in the sandbox over a new connection.
         shell: The shell.
         code: Lines of shell. No line may be a single dot.
-        data: What it finds on its standard input. It must know how much that is: the end may not show.
+        read: Returns what it finds on its standard input, piece by piece, and at last nothing. The code must know how
+            much that is: the end may not show.
         take: Called with each piece of standard output, which is then not kept.
         timeout: Seconds it may take.
 
@@ -65,23 +72,39 @@ async def run(
         InfrastructureError: If the connection could not be made.
 
     """
+    read = read or reader(b"")
     kept = bytearray()
     errors = bytearray()
 
-    async def send(connection: ExecConnection) -> None:
-        try:
-            await connection.send(f"{code}\n.\n".encode())
-            async for piece in _pieces(data):
+    failures: list[Exception] = []
+
+    async def send(connection: ExecConnection, scope: anyio.CancelScope) -> None:
+        # Some servers end the whole connection when the last descriptor of standard error is closed.
+        piece = os.fsencode(f"exec 7>&2\n{code}\n.\n")
+        while piece:
+            try:
                 await connection.send(piece)
-        except STREAM_ERRORS:
-            pass  # the receiver sees the end, and whether there is a status
+            except STREAM_ERRORS:
+                return  # the receiver sees the end, and whether there is a status
+            try:
+                piece = await read()
+            except Exception as error:  # noqa: BLE001  raised below, without the group around it
+                failures.append(error)
+                scope.cancel()
+
+    async def keep_alive(connection: ExecConnection) -> None:
+        with suppress(*STREAM_ERRORS):
+            while True:
+                await anyio.sleep(KEEP_ALIVE)
+                await connection.keep_alive()
 
     connection: ExecConnection | None = None
     try:
         with anyio.fail_after(timeout):
             connection = await connect([shell, "-c", BOOT, "sh"], stdin=True)
             async with anyio.create_task_group() as group:
-                group.start_soon(send, connection)
+                group.start_soon(send, connection, group.cancel_scope)
+                group.start_soon(keep_alive, connection)
                 while True:
                     try:
                         channel, piece = await connection.receive()
@@ -90,7 +113,11 @@ async def run(
                     if channel != STDOUT:
                         errors += piece[: ERRORS_KEPT - len(errors)]
                     elif take is not None:
-                        await take(piece)
+                        try:
+                            await take(piece)
+                        except Exception as error:  # noqa: BLE001  raised below, without the group around it
+                            failures.append(error)
+                            break
                     else:
                         kept += piece
                 group.cancel_scope.cancel()
@@ -100,21 +127,24 @@ async def run(
         if connection is not None:
             with anyio.move_on_after(CLOSE, shield=True):
                 await connection.aclose()
+    if failures:
+        raise failures[0]
     status = connection.status
     if status is None or status.exit_code is None:
         raise StreamBroken("stream_ended", status.message if status else "the connection of a transfer ended")
     return Outcome(exit_code=status.exit_code, stdout=bytes(kept), stderr=bytes(errors))
 
 
-async def _pieces(data: bytes | AsyncIterable[bytes]) -> AsyncIterable[bytes]:
-    if isinstance(data, bytes):
-        view = memoryview(data)
-        parts: Iterable[bytes] = (bytes(view[at : at + PIECE]) for at in range(0, len(view), PIECE))
-        for part in parts:
-            yield part
-    else:
-        async for piece in data:
-            yield piece
+def reader(data: bytes) -> Read:
+    """Return what gives *data* piece by piece."""
+    offset = 0
+
+    async def read() -> bytes:
+        nonlocal offset
+        offset += PIECE
+        return data[offset - PIECE : offset]
+
+    return read
 
 
 def passing(error: InfrastructureError) -> bool:

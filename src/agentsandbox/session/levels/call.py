@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 import secrets
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
@@ -18,7 +19,7 @@ from agentsandbox.errors import (
     UserNotFound,
     WorkingDirectoryNotFound,
 )
-from agentsandbox.session.levels.scripts import LAUNCH, exports, quote
+from agentsandbox.session.levels.scripts import exports, quote
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -44,8 +45,6 @@ class Record:
     """Seconds from start to end, on the sandbox's clock, to a hundredth."""
     cpu: float
     """Seconds of processor time, to a hundredth."""
-    sizes: tuple[int, int]
-    """Bytes of standard output and standard error."""
     cut: bool
     """Whether some of it could not be stored in the sandbox."""
     leftovers: tuple[int, ...]
@@ -55,11 +54,8 @@ class Record:
     def parse(cls, words: list[str]) -> Record | None:
         """Read the words after ``X`` and the number; ``None`` if they are none of ours."""
         try:
-            code, wall, cpu, *sizes = (int(word) for word in words[:3] + [w.replace("?", "-1") for w in words[3:5]])
-            stdout, stderr = sizes
-            leftovers = tuple(int(word) for word in words[6:])
-            cut = words[5] != "0" or min(sizes) < 0
-        except (ValueError, IndexError):
+            code, wall, cpu, cut, *leftovers = (int(word) for word in words)
+        except ValueError:
             return None
         if not 0 <= code <= 255 or wall < 0 or cpu < 0:
             return None
@@ -67,9 +63,8 @@ class Record:
             code=code,
             wall=max(wall, 0.5) / 100,
             cpu=cpu / CLOCK_TICKS,
-            sizes=(max(stdout, 0), max(stderr, 0)),
-            cut=cut,
-            leftovers=leftovers,
+            cut=cut != 0,
+            leftovers=tuple(leftovers),
         )
 
 
@@ -88,8 +83,8 @@ class Call:
         "_changed",
         "began",
         "command",
-        "done",
         "dead",
+        "done",
         "killing",
         "limit",
         "looked",
@@ -146,6 +141,11 @@ class Call:
         return f"<Call {self.number} [{state}]>"
 
     @property
+    def settled(self) -> bool:
+        """Whether it is done, and if it is being killed, all that it started is too."""
+        return self.done.is_set() and (not self.killing or self.dead.is_set())
+
+    @property
     def changed(self) -> anyio.Event:
         """An event that is set at the next change."""
         return self._changed
@@ -161,7 +161,7 @@ class Call:
         self.notify()
 
     def started(self, pid: int, now: float) -> None:
-        """It runs."""
+        """Note that it runs."""
         if self.pid is not None:
             return
         self.pid = pid
@@ -180,6 +180,7 @@ class Call:
             self.started(int(rest[0]), now)
         elif kind == "F" and rest and self.record is None:
             self.refusal = rest[0]
+            self.dead.set()
             self.finish()
         elif kind == "X" and self.record is None and self.refusal is None:
             self.record = Record.parse(rest)
@@ -209,8 +210,10 @@ class Call:
             return UserNotFound(
                 f"{command.user}: this sandbox can run commands as one user only", subject=str(command.user)
             )
+        if kind == "no_fork":
+            return StartError("no process could be made in the sandbox", subject=program[:200])
         if kind == "full":
-            return StartError("the sandbox's disk is full: the command's output could not be kept", subject=program[:200])
+            return StartError("the sandbox's disk is full: output could not be kept", subject=program[:200])
         return StartError(f"{program[:200]}: cannot be started ({kind})", subject=program[:200])
 
 
@@ -231,22 +234,20 @@ def start_code(call: Call, *, workdir: str, env: Mapping[str, str], state: str) 
     if not cwd.startswith("/"):
         cwd = f"{workdir.rstrip('/')}/{cwd}"
     what = command.command
-    prefix = ["exec $_apre", *(['"$_aenvp"', *map(quote, others)] if others else [])]
+    odd = ['"$_aenvp"', *map(quote, others)] if others else []
     if isinstance(what, str):
-        if len(what.encode()) > MAX_WORD:
-            words = ['"$_ash"', quote(f"{state}/{call.number}.script")]
-        else:
-            words = ['"$_ash"', "-c", quote(what)]
+        body = [quote(f"{state}/{call.number}.script")] if len(os.fsencode(what)) > MAX_WORD else ["-c", quote(what)]
+        words = [*odd, '"$_ash"', *body]
         program = ""
     else:
-        words = ['"$_ash"', "-c", quote(LAUNCH), quote(f"{state}/{call.number}.fail"), *map(quote, what)]
-        # The empty name is no program, and an empty word here would mean that there is a script.
-        program = what[0] or "/"
+        # A shell passes no variable on whose name is none to it: those are set behind it.
+        words = ['"$_ash"', "-c", '"$_alaunch"', '"$_aS/$_an.fail"', *odd, *map(quote, what)]
+        program = what[0] or "/"  # an empty word here would mean that there is a script
     return "\n".join(
         [
             f"_acwd={quote(cwd)}",
             f"_aprog={quote(program)}",
             f"_aenv(){{\n:\n{own}}}",
-            f"_ago(){{\n{' '.join([*prefix, *words])}\n}}",
+            f"_ago(){{\n{' '.join(['exec', '$_apre', *words])}\n}}",
         ]
     )

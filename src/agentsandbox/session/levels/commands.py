@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 import math
-from typing import IO, TYPE_CHECKING
+import os
+from contextlib import suppress
+from typing import TYPE_CHECKING
 
 import anyio
 import anyio.lowlevel
@@ -18,17 +20,16 @@ from agentsandbox.errors import (
     StreamBroken,
 )
 from agentsandbox.models.command import Command, ExecResult, OutputSizes, ProcessInfo
-from agentsandbox.session.files import in_thread
-from agentsandbox.session.levels import bulk
 from agentsandbox.session.levels.call import MAX_WORD, Call, start_code
 from agentsandbox.session.levels.scripts import quote
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterable, AsyncIterator, Callable, Mapping
+    from collections.abc import Callable, Mapping
 
-    from agentsandbox.session.levels.control import Control, Reply
+    from agentsandbox.session.levels.control import Control
+    from agentsandbox.session.levels.store import Store
 
-__all__ = ["BLOCK", "Commands"]
+__all__ = ["Commands"]
 
 GRACE = 1.0
 """Seconds between TERM and KILL when a time limit fires."""
@@ -42,29 +43,14 @@ KILL_LAST = 4.0
 KILL_CONFIRM = 10.0
 """Seconds beyond all that in which it has to be confirmed that a command is dead."""
 
-LOOK = 2.0
-"""Seconds without news after which a command is looked up: what watched it may have been killed."""
+LOOK, LAST_LOOK = 2.0, 15.0
+"""Seconds without news after which a command is looked up, at first and at last: what watched it may be gone."""
 
-BLOCK = 4096
-"""Bytes of a block of ``dd``, in which files are read."""
-
-PIECE = 256 * 1024
-"""Bytes read in one request. Others wait meanwhile."""
-
-INLINE = 6 * 1024
-"""Characters of code that go in a request itself: the shell reads them byte by byte."""
+BORN = 5.0
+"""Seconds after which a command that is asked for and has no process yet is given up."""
 
 SPOOL_LIMIT = 2 * 1024**3
 """Bytes that a command's output may take in the sandbox: what is more would fill the disk of the node."""
-
-TRANSFER = 1024 * 1024
-"""Bytes from which on data goes over a connection of its own."""
-
-TRANSFER_TIMEOUT = 300.0
-"""Seconds that one transfer may take."""
-
-TRANSFER_ATTEMPTS = 4
-"""How often a transfer is begun anew when its connection is lost."""
 
 
 class Commands:
@@ -77,14 +63,13 @@ class Commands:
     """
 
     control: Control
+    store: Store
 
     def __init__(self, env: Mapping[str, str]) -> None:
         self._env = dict(env)
         self._running: dict[int, Call] = {}
-        self._transfers = anyio.Semaphore(4)
         self._wakeup = anyio.Event()
         self._looking = False
-        self._asked = 0
         self.count = 0
         """How many commands were started."""
 
@@ -118,12 +103,12 @@ class Commands:
         facts = self.control.facts
         call.staged = True
         what = command.command
-        if isinstance(what, str) and len(what.encode()) > MAX_WORD:
-            await self.stage(f"{call.number}.script", what.encode())
+        if isinstance(what, str) and len(os.fsencode(what)) > MAX_WORD:
+            await self.store.stage(f"{call.number}.script", os.fsencode(what))
         code = start_code(call, workdir=facts["workdir"], env=self._env, state=facts["state"])
         if '"$_aenvp"' in code and "env" in self.control.missing:
             raise ConfigurationError("this sandbox has no program 'env', and some of the variables need it")
-        code = await self._short(code, f"{call.number}.code")
+        code = await self.store.short(code, f"{call.number}.code")
         user = "" if command.user is None else str(command.user)
         words = f"{call.number} {call.token} {mode} {int(command.merge)} {quote(user)}"
         call.began = anyio.current_time()
@@ -132,14 +117,14 @@ class Commands:
 
     async def wait(self, call: Call) -> None:
         """Wait until a command is done; raise what its start callback raised, after killing it."""
-        while not call.done.is_set() and call.raised is None:
+        while not call.settled and call.raised is None:
             await call.changed.wait()
         if call.raised is not None:
             raise call.raised
 
     async def kill(self, call: Call) -> None:
         """Kill a command and wait, shielded, until that is confirmed; give the sandbox up if it is not."""
-        if call.done.is_set() or self.control.lost is not None:
+        if call.settled or self.control.lost is not None:
             return
         call.limit = call.limit or "killed"
         with anyio.move_on_after(KILL_GRACE + KILL_LAST + KILL_CONFIRM, shield=True):
@@ -156,15 +141,21 @@ class Commands:
                 await self.control.request(f"_astop {words} </dev/null >/dev/null &")
             except SandboxLost:
                 return
-        while not (call.dead.is_set() or call.done.is_set()):
+        while not call.dead.is_set():
             await call.changed.wait()
         if call.survivors:
-            self.control.lose(SandboxLost("unkillable", await self._names(call.survivors[:5])))
+            with suppress(SandboxLost):
+                self.control.lose(SandboxLost("unkillable", await self._names(call.survivors[:5])))
             return
-        with anyio.move_on_after(2 * LOOK):
-            await call.done.wait()
-        if not call.done.is_set():
+        for _ in range(2):
+            with anyio.move_on_after(2 * LOOK):
+                await call.done.wait()
+            if call.done.is_set():
+                return
             await self._look(call)
+        if not call.done.is_set():
+            detail = f"command {call.number} was killed, and nothing tells how it ended"
+            self.control.lose(SandboxLost("killed", detail))
 
     def release(self, call: Call) -> None:
         """Forget a command that is done."""
@@ -240,7 +231,8 @@ class Commands:
     def _interval(self, call: Call) -> float:
         """Return after how many seconds a command is looked up; its silence is measured that way."""
         silent = call.command.no_output_timeout
-        return LOOK if silent is None else min(LOOK, max(silent / 10, 0.05))
+        usual = min(max(LOOK, (call.looked - (call.began or 0.0)) / 2), LAST_LOOK)
+        return usual if silent is None else min(LOOK, max(silent / 10, 0.05))
 
     def _check_time(self, call: Call, now: float) -> bool:
         if call.limit is not None or call.began is None:
@@ -269,19 +261,24 @@ class Commands:
             return
         now = anyio.current_time()
         call.looked = now
-        stdout, stderr, *words = reply.result.split()
-        if call.done.is_set() or not words:
+        words = reply.result.split()
+        if call.done.is_set() or len(words) < 3:
             return
+        stdout, stderr, *words = words
         if words[0] in ("X", "F"):
             self.tell(words)
         elif words[0] == "run":
             if len(words) == 2 and words[1].isdigit():
                 call.started(int(words[1]), now)
+        elif words[0] == "claimed":
+            if call.began is not None and now >= call.began + BORN:
+                # What was to start it could not: there was no process to be had. From here on it never will.
+                await self._quietly(f"_agiveup {call.number}")
         elif words[0] == "ended":
             # It may just be about to be told; if not, what was to tell it is gone, or waits for a process that hides.
             await anyio.sleep(0.2)
             if not call.done.is_set():
-                end = f"_an={call.number};_atoken={call.token};_amode=;_aend"
+                end = f"_an={call.number};_atoken={call.token};_amode=;_amerge={int(call.command.merge)};_aend again"
                 await self._quietly(f"( {end} ) </dev/null >/dev/null &")
         elif words[0] == "gone" and call.pid is not None:
             await self._undone(call)
@@ -324,13 +321,16 @@ class Commands:
             found.append(ProcessInfo(pid=pid, command=command[:200]))
         return tuple(found)
 
-    async def outcome(self, call: Call, kept: tuple[bytes, bytes] | None = None) -> ExecResult:
+    async def outcome(
+        self, call: Call, kept: tuple[bytes, bytes] | None = None, sizes: tuple[int, int] = (0, 0)
+    ) -> ExecResult:
         """
         Return what came of a command that is done, or raise it.
 
         Args:
             call: The command.
             kept: Its output, if it was read already; else it is read now.
+            sizes: If it was read already: how much it was.
 
         """
         if self.control.lost is not None:
@@ -341,13 +341,8 @@ class Commands:
                 self.control.lose(SandboxLost("no_state", "the directory with the state of commands is gone"))
                 raise self.control.loss()
             raise call.error()
-        sizes = record.sizes if record else (0, 0)
         if kept is None:
-            limit = command.output_limit
-            kept = (
-                await self.read(f"{call.number}.out", sizes[0], limit),
-                await self.read(f"{call.number}.err", sizes[1], limit),
-            )
+            kept, sizes = await self._output(call)
         elapsed = record.wall if record else 0.0
         if call.limit in ("total", "no_output"):
             seconds = command.timeout if call.limit == "total" else command.no_output_timeout
@@ -358,134 +353,36 @@ class Commands:
         if record is None:
             raise StreamBroken("killed", f"command {call.number} was killed before it started")
         if record.cut:
-            detail = f"the output of command {call.number} could not be stored: its disk is full or its state was removed"
-            self.control.lose(SandboxLost("disk_full", detail))
+            detail = (
+                f"output of command {call.number} was not stored: a full disk, no process left, or our files removed"
+            )
+            self.control.lose(SandboxLost("output_lost", detail))
             raise self.control.loss(*kept)
         return ExecResult(
             exit_code=record.code,
             stdout=kept[0],
             stderr=kept[1],
-            truncated=max(record.sizes) > command.output_limit,
-            sizes=OutputSizes(stdout=record.sizes[0], stderr=record.sizes[1]),
+            truncated=max(sizes) > command.output_limit,
+            sizes=OutputSizes(stdout=sizes[0], stderr=sizes[1]),
             wall_seconds=record.wall,
             cpu_seconds=record.cpu,
             leftovers=await self.processes(record.leftovers) if record.leftovers else (),
         )
 
-    async def read(self, name: str, size: int, limit: int) -> bytes:
-        """Read a file of ours: all of it, or its head and its tail."""
-        if size <= limit:
-            return await self.read_range(name, 0, size)
-        tail = limit // 2
-        return await self.read_range(name, 0, limit - tail) + await self.read_range(name, size - tail, tail)
+    async def _output(self, call: Call) -> tuple[tuple[bytes, bytes], tuple[int, int]]:
+        """Read what a command wrote: what is kept of it, and how much it was."""
+        found: dict[str, tuple[bytes, int]] = {}
 
-    async def read_range(self, name: str, start: int, size: int) -> bytes:
-        """Read a range of a file of ours, which must have it."""
-        data = b""
-        if size > TRANSFER:
-            skip, blocks = start // BLOCK, -(-(start + size) // BLOCK) - start // BLOCK
-            path = quote(f"{self.control.facts['state']}/{name}")
-            outcome = await self.transfer(f"exec dd if={path} bs={BLOCK} skip={skip} count={blocks} 2>/dev/null")
-            data = outcome.stdout[start % BLOCK :][:size]
-        else:
-            parts: list[bytes] = []
-            have = 0
-            while have < size and (part := await self.read_some(name, start + have)):
-                parts.append(part)
-                have += len(part)
-            data = b"".join(parts)[:size]
-        if len(data) != size:
-            self.control.lose(StreamBroken("damaged", f"{len(data)} bytes of {size} were left of a command's output"))
-            raise self.control.loss()
-        return data
+        async def one(name: str) -> None:
+            with suppress(InfrastructureError):  # raised below, without the group around it
+                found[name] = await self.store.whole(f"{call.number}.{name}", call.command.output_limit)
 
-    async def read_some(self, name: str, start: int) -> bytes:
-        """Read a file of ours from *start* on: what there is, up to a piece."""
-        reply = await self.control.request(f"_aget {quote(name)} {start // BLOCK} {PIECE // BLOCK}")
-        return reply.data[start % BLOCK :]
-
-    # Data into the sandbox.
-
-    async def ask(self, code: str, data: bytes = b"") -> Reply:
-        """Have any code run, however long; it ends with its result in ``_ar``."""
-        self._asked += 1
-        name = f"ask{self._asked}"
-        short = await self._short(code, name)
-        return await self.control.request(short if short is code else f'{short};rm -f "$_aS/{name}"', data)
-
-    async def _short(self, code: str, name: str) -> str:
-        """Return code that does the same and is short text: the rest goes into a file."""
-        try:
-            size = len(code.encode())
-        except UnicodeEncodeError:  # some shells read lines as text
-            size = INLINE + 1
-        if size <= INLINE:
-            return code
-        await self.stage(name, code.encode("utf-8", "surrogateescape"))
-        return f'[ ! -r "$_aS/{name}" ]||. "$_aS/{name}"'
-
-    async def stage(self, name: str, data: bytes) -> None:
-        """Put a file of ours into the sandbox, whole."""
-        if self.control.facts.get("exact") and len(data) <= TRANSFER:
-            if not data:
-                reply = await self.control.request(f"_ar=1;{{ printf '' >\"$_aS/{name}\"&&_ar=0;}} 2>/dev/null")
-            else:
-                reply = await self.control.request(f'_aput "$_aS/{name}" {len(data)}', data)
-            if reply.result != "0":
-                await self._no_room(name)
-            return
-        path = quote(f"{self.control.facts['state']}/{name}")
-        code = f'umask 077;head -c {len(data)} >{path}||exit 1;[ "$(($(wc -c <{path})))" = {len(data)} ]'
-        for attempt in range(TRANSFER_ATTEMPTS):
-            outcome = await self.transfer(code, data=data)
-            if outcome.exit_code == 0:
-                return
-            if attempt == 1:
-                break
-        await self._no_room(name)
-
-    async def _no_room(self, name: str) -> None:
-        reply = await self.control.request('_ar=gone;[ ! -s "$_aS/key" ]||_ar=there')
-        if reply.result == "gone":
-            self.control.lose(SandboxLost("no_state", "the directory with the state of commands is gone"))
-            raise self.control.loss()
-        raise SandboxLost("disk_full", f"{name!r} could not be stored in the sandbox")
-
-    async def transfer(
-        self, code: str, *, data: bytes = b"", take: bulk.Take | None = None, timeout: float = TRANSFER_TIMEOUT
-    ) -> bulk.Outcome:
-        """Run code over a connection of its own, again if that is lost and nobody took anything yet."""
-        last: InfrastructureError | None = None
-        for attempt in range(TRANSFER_ATTEMPTS):
-            try:
-                return await self._transfer(code, data, take, timeout)
-            except InfrastructureError as error:
-                if take is not None or self.control.lost is not None or not bulk.passing(error):
-                    raise
-                last = error
-            await anyio.sleep(0.1 * 2**attempt)
-        assert last is not None
-        raise last
-
-    async def transfer_file(self, code: str, file: IO[bytes], *, timeout: float) -> bulk.Outcome | None:
-        """Run code that reads a file of this side, once; ``None`` if its connection was lost."""
-
-        async def pieces() -> AsyncIterator[bytes]:
-            while data := await in_thread(file.read, PIECE):
-                yield data
-
-        try:
-            return await self._transfer(code, pieces(), None, timeout)
-        except InfrastructureError as error:
-            if self.control.lost is not None or not bulk.passing(error):
-                raise
-            return None
-
-    async def _transfer(
-        self, code: str, data: bytes | AsyncIterable[bytes], take: bulk.Take | None, timeout: float
-    ) -> bulk.Outcome:
-        if self.control.lost is not None:
-            raise self.control.loss()
-        control = self.control
-        async with self._transfers:
-            return await bulk.run(control.connect, control.shell, code, data=data, take=take, timeout=timeout)
+        # Both requests go out at once, so that they take one round trip.
+        async with anyio.create_task_group() as group:
+            group.start_soon(one, "err")
+            await one("out")
+        for name in ("out", "err"):
+            if name not in found:
+                found[name] = await self.store.whole(f"{call.number}.{name}", call.command.output_limit)
+        stdout, stderr = found["out"], found["err"]
+        return (stdout[0], stderr[0]), (stdout[1], stderr[1])

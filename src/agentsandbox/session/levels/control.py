@@ -7,13 +7,15 @@ Every request may be repeated: what must happen once is guarded in the sandbox, 
 
 from __future__ import annotations
 
+import os
 import secrets
 from collections import deque
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import anyio
 import attrs
-from tenacity import AsyncRetrying, retry_if_exception, stop_after_attempt, stop_after_delay, wait_random_exponential
+from tenacity import AsyncRetrying, retry_if_exception, stop_after_delay, wait_random_exponential
 
 from agentsandbox.errors import InfrastructureError, ProtocolError, SandboxLost, StreamBroken
 from agentsandbox.session.levels.scripts import BOOT, PLACES, PROGRAM, quote
@@ -28,13 +30,13 @@ if TYPE_CHECKING:
 
 __all__ = ["STREAM_ERRORS", "Control", "Reply", "ended"]
 
-ATTACH_ATTEMPTS = 6
-"""How often a lost connection is made again before the sandbox counts as lost."""
+FRUITLESS = 6
+"""How many connections in a row may be made and answer nothing before the sandbox counts as lost."""
 
 ATTACH_TIME = 60.0
-"""Seconds after which no further attempt is begun."""
+"""Seconds for which it is tried to make a connection again: an API server takes that long to come back."""
 
-ATTACH_WAIT = 5.0
+ATTACH_WAIT = 2.0
 """The longest pause between two of them, in seconds; they begin at a tenth of a second and double."""
 
 CLOSE = 5.0
@@ -66,7 +68,7 @@ class _Ask:
 
     def __init__(self, key: str, code: str, data: bytes) -> None:
         word = f"{key}.{secrets.token_hex(8)}"
-        self.code = f"{word}\n{code}\n{word}\n".encode("utf-8", "surrogateescape")
+        self.code = os.fsencode(f"{word}\n{code}\n{word}\n")
         self.data = data
         self.marker = f"\n{word} ".encode()
         self.done = anyio.Event()
@@ -82,6 +84,7 @@ class Control:
     Args:
         connect: Starts a command there over a new connection.
         shell: The shell to start.
+        workdir: Where commands start, if not in the directory that the shell does.
         heartbeat: Seconds of silence after which it is asked for an answer.
         heartbeat_timeout: Seconds it has to give one.
         tell: Takes each line about a command, as words.
@@ -95,6 +98,7 @@ class Control:
         connect: Connect,
         *,
         shell: str,
+        workdir: str | None,
         heartbeat: float,
         heartbeat_timeout: float,
         tell: Callable[[list[str]], None],
@@ -103,6 +107,7 @@ class Control:
     ) -> None:
         self.connect = connect
         self.shell = shell
+        self._workdir = workdir
         self._heartbeat = heartbeat
         self._heartbeat_timeout = heartbeat_timeout
         self._tell = tell
@@ -211,14 +216,14 @@ class Control:
     # Connecting.
 
     async def _connected(self) -> ExecConnection | None:
-        if self._fruitless >= ATTACH_ATTEMPTS:
+        if self._fruitless >= FRUITLESS:
             self.lose(StreamBroken("stream_ended", self._why))
             return None
         if self._fruitless:
             await anyio.sleep(min(0.1 * 2**self._fruitless, ATTACH_WAIT))
         try:
             async for attempt in AsyncRetrying(
-                stop=stop_after_attempt(ATTACH_ATTEMPTS) | stop_after_delay(ATTACH_TIME),
+                stop=stop_after_delay(ATTACH_TIME),
                 wait=wait_random_exponential(multiplier=0.1, max=ATTACH_WAIT),
                 retry=retry_if_exception(_passing),
                 sleep=anyio.sleep,
@@ -236,10 +241,8 @@ class Control:
         return None
 
     def _hello(self) -> _Ask:
-        if not self.facts:
-            code = f"_ainit {' '.join(map(quote, PLACES))}"
-        else:
-            code = f"_aresume {quote(self.facts['state'])}"
+        state = self.facts.get("state")
+        code = f"_aresume {quote(state)}" if state else f"_ainit {' '.join(map(quote, PLACES))}"
         ask = _Ask(self._key, code, b"")
         ask.code = f"_ak={self._key}\n_ash={quote(self.shell)}{PROGRAM}.\n".encode() + ask.code
         return ask
@@ -289,6 +292,8 @@ class Control:
                     self.missing.add(value)
                 elif name:
                     self.facts[name] = value
+            if self._workdir is not None:
+                self.facts["workdir"] = self._workdir
         self.connections += 1
         self.attached = True
         self._wakeup.set()
@@ -370,15 +375,12 @@ class Control:
             if self._heard != seen:
                 continue
             with anyio.move_on_after(self._heartbeat_timeout) as limit:
-                try:
+                with suppress(*STREAM_ERRORS):
                     await connection.keep_alive()
-                except STREAM_ERRORS:
-                    pass
                 ask = _Ask(self._key, ":", b"")
                 self._queue.append(ask)
                 self._wakeup.set()
-                while self._heard == seen and not ask.done.is_set():
-                    await anyio.sleep(min(0.2, self._heartbeat_timeout))
+                await ask.done.wait()
             if limit.cancelled_caught and self._heard == seen:
                 self._why = f"no answer to a heartbeat within {self._heartbeat_timeout:g} s"
                 scope.cancel()

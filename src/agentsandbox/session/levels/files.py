@@ -17,8 +17,8 @@ import anyio
 from agentsandbox.errors import ConfigurationError, OutputLimitExceeded, SandboxLost, StreamBroken
 from agentsandbox.session.files import in_thread
 from agentsandbox.session.levels import archives
-from agentsandbox.session.levels.commands import TRANSFER
 from agentsandbox.session.levels.scripts import FUNCTIONS, quote
+from agentsandbox.session.levels.store import TRANSFER
 
 if TYPE_CHECKING:
     from agentsandbox.session.levels.commands import Commands
@@ -59,21 +59,24 @@ async def read_file(commands: Commands, path: str, *, limit: int | None) -> byte
     name = quote(_absolute(commands, path))
     most = "''" if limit is None else str(limit)
     for _ in range(3):
-        reply = await commands.ask(f"_aread {name} {most} {SHORT}")
-        kind, *words = reply.result.split()
+        reply = await commands.store.ask(f"_aread {name} {most} {SHORT}")
+        kind, what = [*reply.result.split(), "", ""][:2]
         if kind == "E":
-            raise _os_error(words[0], path)
+            raise _os_error(what, path)
         if kind == "B" and limit is not None:
             raise OutputLimitExceeded(limit)
         if kind == "D":
-            if words[0] != "0":
+            if what != "0":
                 raise _os_error("EIO", path)
             data = reply.data
         else:
-            outcome = await commands.transfer(f"exec cat {name}")
+            outcome = await commands.store.transfer(f"exec cat {name}")
             data = outcome.stdout
-            if outcome.exit_code or len(data) != int(words[0]):
-                continue  # lost on the way, or it changes while it is read
+            if outcome.exit_code or str(len(data)) != what:
+                # Lost on the way, unless it grew while it was read.
+                now = (await commands.store.ask(f"_aread {name} 0 0")).result.split()[-1]
+                if outcome.exit_code or not int(what) <= len(data) <= int(now if now.isdigit() else 0):
+                    continue
         if limit is not None and len(data) > limit:
             raise OutputLimitExceeded(limit)
         return data
@@ -88,12 +91,12 @@ async def write_file(commands: Commands, path: str, data: bytes, *, mode: int | 
     for _ in range(3):
         words = f"{quote(target)} {secrets.token_hex(8)} {len(data)} {digest} {permissions}"
         if not data:
-            result = (await commands.ask(f"_awrite {words} _azero")).result
+            result = (await commands.store.ask(f"_awrite {words} _azero")).result
         elif len(data) <= TRANSFER and commands.control.facts.get("exact"):
-            result = (await commands.ask(f"_awrite {words} _aput", data)).result
+            result = (await commands.store.ask(f"_awrite {words} _aput", data)).result
         else:
             code = f"{_prelude(commands)}_ar=\n_awrite {words} _ahead\nprintf '%s\\n' \"$_ar\""
-            outcome = await commands.transfer(code, data=data)
+            outcome = await commands.store.transfer(code, data=data)
             result = outcome.stdout.decode("utf-8", "replace").strip()
         kind, _, what = result.partition(" ")
         if kind == "W" and what == str(len(data)):
@@ -121,13 +124,15 @@ async def upload_dir(commands: Commands, source: Path, target: str) -> None:
         )
         for _ in range(3):
             file.seek(0)
-            outcome = await commands.transfer_file(code, file, timeout=TREE_TIMEOUT)
+            outcome = await commands.store.transfer_file(code, file, timeout=TREE_TIMEOUT)
             if outcome is not None:
                 break
         else:
             raise _damaged(commands, f"the archive for {target!r} did not arrive")
     if outcome.exit_code == NO_DIRECTORY:
-        reply = await commands.ask(f"_ar=NONE;[ -d {where} ]||{{ [ -e {where} ]&&_aw=ENOTDIR||_awhy {where};_ar=$_aw;}}")
+        reply = await commands.store.ask(
+            f"_ar=NONE;[ -d {where} ]||{{ [ -e {where} ]&&_aw=ENOTDIR||_awhy {where};_ar=$_aw;}}"
+        )
         raise _os_error("EACCES" if reply.result in ("NONE", "ENOENT") else reply.result, target)
     if outcome.exit_code == 93:
         raise _os_error("EACCES", target)
@@ -140,7 +145,7 @@ async def download_dir(commands: Commands, source: str, target: Path) -> None:
     """Copy a directory out of the sandbox; see :meth:`agentsandbox.session.Session.download_dir`."""
     _needs_tar(commands)
     where = quote(_absolute(commands, source))
-    reply = await commands.ask(
+    reply = await commands.store.ask(
         f"_ar=ok;if [ ! -e {where} ];then _awhy {where};_ar=$_aw;elif [ ! -d {where} ];then _ar=ENOTDIR;"
         f"elif [ ! -r {where} ]||[ ! -x {where} ];then _ar=EACCES;fi"
     )
@@ -157,7 +162,7 @@ async def download_dir(commands: Commands, source: str, target: Path) -> None:
                 await in_thread(file.write, data)
 
             try:
-                outcome = await commands.transfer(code, take=take, timeout=TREE_TIMEOUT)
+                outcome = await commands.store.transfer(code, take=take, timeout=TREE_TIMEOUT)
             except StreamBroken:
                 if commands.control.lost is not None:
                     raise

@@ -37,25 +37,25 @@ class Tail:
         self._commands = commands
         self._call = call
         self._name = f"{call.number}.{name}"
-        self._index = ("out", "err").index(name)
+        self._end: int | None = None
         self.offset = 0
         """Bytes read."""
 
-    @property
-    def ended(self) -> bool:
-        """Whether all was read of a command that is done."""
-        record = self._call.record
-        return self._call.done.is_set() and (record is None or self.offset >= record.sizes[self._index])
-
     async def read(self) -> bytes:
-        """Return what follows, or nothing."""
-        if self.ended:
+        """Return what follows, or nothing; what leftovers of a command that has ended write later is nothing."""
+        if self._call.done.is_set() and self._end is None:
+            self._end = await self.size()
+        if self._end is not None and self.offset >= self._end:
             return b""
-        data = await self._commands.read_some(self._name, self.offset)
-        if self._call.record is not None:  # what leftovers write later is not part of it
-            data = data[: max(0, self._call.record.sizes[self._index] - self.offset)]
+        data = await self._commands.store.read_some(self._name, self.offset)
+        if self._end is not None:
+            data = data[: self._end - self.offset]
         self.offset += len(data)
         return data
+
+    async def size(self) -> int:
+        """Return how much there is in all."""
+        return await self._commands.store.size(self._name)
 
 
 class Feed:
@@ -85,10 +85,8 @@ class Feed:
             number = self._next
             # The name appears when it is complete, so that no half is passed on.
             name = f"{self._call.number}.in.{number}"
-            await self._commands.stage(f"{name}.new", bytes(view[at : at + CHUNK]))
-            await self._commands.control.request(
-                f'[ ! -e "$_aS/{name}.new" ]||mv "$_aS/{name}.new" "$_aS/{name}"'
-            )
+            await self._commands.store.stage(f"{name}.new", bytes(view[at : at + CHUNK]))
+            await self._commands.control.request(f'[ ! -e "$_aS/{name}.new" ]||mv "$_aS/{name}.new" "$_aS/{name}"')
             self._next += 1
 
     async def end(self) -> None:
@@ -194,9 +192,11 @@ class ShellProcess:
         self._closed = False
         self.stdin = ShellInput(Feed(commands, call))
         """Standard input."""
-        self.stdout = ShellOutput(commands, call, Tail(commands, call, "out"))
+        self._result: ExecResult | None = None
+        self._tails = Tail(commands, call, "out"), Tail(commands, call, "err")
+        self.stdout = ShellOutput(commands, call, self._tails[0])
         """Standard output."""
-        self.stderr = ShellOutput(commands, call, Tail(commands, call, "err"))
+        self.stderr = ShellOutput(commands, call, self._tails[1])
         """Standard error; empty when it is merged."""
 
     def __repr__(self) -> str:
@@ -226,7 +226,12 @@ class ShellProcess:
 
         """
         await self._commands.wait(self._call)
-        return await self._commands.outcome(self._call, (b"", b""))
+        if self._result is None:
+            sizes = (0, 0)
+            if self._commands.control.lost is None:
+                sizes = await self._tails[0].size(), await self._tails[1].size()
+            self._result = await self._commands.outcome(self._call, (b"", b""), sizes)
+        return self._result
 
     async def kill(self) -> None:
         """

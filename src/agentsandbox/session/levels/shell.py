@@ -4,8 +4,8 @@
 from __future__ import annotations
 
 import inspect
-import math
 from collections.abc import AsyncIterable, Mapping
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import anyio
@@ -17,6 +17,7 @@ from agentsandbox.session.levels import files
 from agentsandbox.session.levels.commands import Commands
 from agentsandbox.session.levels.control import Control
 from agentsandbox.session.levels.process import Feed, ShellProcess, Tail
+from agentsandbox.session.levels.store import Store
 from agentsandbox.session.output import HeadTail
 
 if TYPE_CHECKING:
@@ -34,6 +35,9 @@ __all__ = ["ShellSession"]
 CLEAN_AFTER = 16
 """Commands whose remains are removed together: that takes a process."""
 
+LARGE = 1024 * 1024
+"""Bytes of output that are removed at once."""
+
 FIRST_POLL, LAST_POLL = 0.01, 0.2
 """Seconds between two looks for new output: the shortest, after some came, and the longest."""
 
@@ -45,13 +49,14 @@ class ShellSession:
     """
     Commands and files of a sandbox through its ``sh``, with the interface of :class:`agentsandbox.session.Session`.
 
-    One connection serves all requests; bulky data goes over others. Commands outlive connections: when one is lost, a new
-    one finds the commands again, by records in files. A command is started at most once.
+    One connection serves all requests; bulky data goes over others. Commands outlive connections: when one is lost, a
+    new one finds the commands again, by records in files. A command is started at most once.
 
     Args:
         connect: Starts a command in the sandbox over a new connection.
         shell: The shell there: a name or a path.
         env: Variables of every command, on top of those that the sandbox gives.
+        workdir: Where commands start and relative paths begin; ``None`` is the directory that the shell starts in.
         heartbeat: Seconds of silence after which the shell is asked for an answer, and idle timers are reset.
         heartbeat_timeout: Seconds it has to give one.
 
@@ -65,6 +70,7 @@ class ShellSession:
         *,
         shell: str = "sh",
         env: Mapping[str, str] | None = None,
+        workdir: str | None = None,
         heartbeat: float = 15.0,
         heartbeat_timeout: float = 30.0,
     ) -> None:
@@ -72,12 +78,14 @@ class ShellSession:
         self._control = self._commands.control = Control(
             connect,
             shell=shell,
+            workdir=workdir,
             heartbeat=heartbeat,
             heartbeat_timeout=heartbeat_timeout,
             tell=self._commands.tell,
             on_attached=self._commands.on_attached,
             on_lost=self._commands.on_lost,
         )
+        self._commands.store = Store(self._control)
         self._finished: list[Call] = []
 
     def __repr__(self) -> str:
@@ -88,7 +96,7 @@ class ShellSession:
 
     @property
     def facts(self) -> Mapping[str, Any]:
-        """What the sandbox is like: ``shell``, ``uid``, ``home``, ``workdir``, ``missing`` programs, …"""
+        """What the sandbox is like: among others ``shell``, ``uid``, ``home``, ``workdir``, ``missing`` programs."""
         facts: dict[str, Any] = dict(self._control.facts)
         if facts:
             facts["uid"] = int(facts["uid"]) if facts.get("uid", "").isdigit() else None
@@ -144,8 +152,8 @@ class ShellSession:
         Raises:
             StartError: If the command could not be started: nothing ran.
             CommandTimeout: If a time limit fired; the command is dead, its partial output is attached.
-            OutputLimitExceeded: If *require_complete* and the output exceeds the limit, or if it exceeds what can be kept
-                in the sandbox.
+            OutputLimitExceeded: If *require_complete* and the output exceeds the limit, or if it is more than can be
+                kept in the sandbox.
             StreamBroken: If the connection was lost and no other could be made.
             SandboxLost: If the sandbox was lost otherwise.
 
@@ -156,12 +164,12 @@ class ShellSession:
         if stdin is not None and whole is None and pieces is None:
             raise ConfigurationError(f"stdin is bytes or an async iterable of bytes, not {type(stdin).__name__}")
         call = self._commands.register(command, on_started)
-        kept: tuple[bytes, bytes] | None = None
+        size = 0
         heads: tuple[HeadTail, HeadTail] | None = None
         try:
             if whole is not None:
                 call.staged = True
-                await self._commands.stage(f"{call.number}.in", whole)
+                await self._commands.store.stage(f"{call.number}.in", whole)
             mode = "null" if stdin is None else "live" if pieces is not None else "file"
             await self._commands.start(call, mode)
             if on_output is not None:
@@ -174,15 +182,18 @@ class ShellSession:
                 await self._commands.wait(call)
             if call.raised is not None:
                 raise call.raised
-            if heads is not None:
-                kept = heads[0].take(), heads[1].take()
-            result = await self._commands.outcome(call, kept)
+            if heads is None:
+                result = await self._commands.outcome(call)
+            else:
+                sizes = heads[0].size, heads[1].size
+                result = await self._commands.outcome(call, (heads[0].take(), heads[1].take()), sizes)
+            size = result.sizes.stdout + result.sizes.stderr
         except BaseException:
             await self._commands.kill(call)
             raise
         finally:
             self._commands.release(call)
-            await self._clean(call)
+            await self._clean(call, size)
         if require_complete and result.truncated:
             raise OutputLimitExceeded(command.output_limit, result)
         return result
@@ -253,7 +264,7 @@ class ShellSession:
         tails = [Tail(self._commands, call, name) for name in ("out", "err")]
         pause = FIRST_POLL
         while call.raised is None:
-            done = call.done.is_set()
+            done = call.settled
             some = False
             for tail, head, name in zip(tails, heads, ("stdout", "stderr"), strict=True):
                 while data := await tail.read():
@@ -268,15 +279,14 @@ class ShellSession:
                 return
             pause = FIRST_POLL if some else min(pause * 1.5, LAST_POLL)
             with anyio.move_on_after(pause):
-                await call.done.wait()
+                await self._commands.wait(call)
         if call.raised is not None:
             raise call.raised
 
-    async def _clean(self, call: Call) -> None:
+    async def _clean(self, call: Call, size: int = LARGE) -> None:
         """Have the remains of commands removed, now and then."""
         self._finished.append(call)
-        large = call.record is not None and sum(call.record.sizes) > 1024 * 1024
-        if large or len(self._finished) >= CLEAN_AFTER:
+        if size >= LARGE or len(self._finished) >= CLEAN_AFTER:
             finished, self._finished = self._finished, []
             with anyio.move_on_after(5, shield=True):
                 await self._commands.clean(*finished)
@@ -331,13 +341,16 @@ class ShellSession:
 
         """
         begin = anyio.current_time()
-        if not math.isinf(timeout):
-            try:
-                with anyio.fail_after(timeout):
-                    await self._control.request(":")
-            except TimeoutError as error:
-                raise StreamBroken("silent", f"no answer to a ping within {timeout:g} s") from error
+        try:
+            with anyio.fail_after(timeout):
+                await self._control.request(":")
+        except TimeoutError as error:
+            raise StreamBroken("silent", f"no answer to a ping within {timeout:g} s") from error
         return anyio.current_time() - begin
+
+    def lose(self, error: SandboxLost) -> None:
+        """Give the sandbox up because somebody has seen that it is gone: whoever waits for it is told so at once."""
+        self._control.lose(error)
 
     async def aclose(self, *, shutdown: bool = False, code: int = 0) -> None:
         """
@@ -351,8 +364,6 @@ class ShellSession:
         if self._control.attached and self._control.lost is None:
             end = f"kill -s {'USR1' if code else 'TERM'} 1;" if shutdown else ""
             with anyio.move_on_after(1.0, shield=True):
-                try:
+                with suppress(SandboxLost):
                     await self._control.request(f'rm -rf "$_aS";{end}')
-                except SandboxLost:
-                    pass
         await self._control.aclose()

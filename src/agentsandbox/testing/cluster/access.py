@@ -4,13 +4,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import attrs
 
 from agentsandbox.testing.cluster.podspec import quantity, requests_of
 from agentsandbox.testing.cluster.replies import Json, Refusal, forbidden
-from agentsandbox.testing.cluster.store import Resource, Store
+
+if TYPE_CHECKING:
+    from agentsandbox.testing.cluster.store import Resource, Store
 
 __all__ = ["Access", "Admission", "Rule", "verb_of"]
 
@@ -183,12 +185,15 @@ class Access:
 
     def _quotas(self, pod: Json) -> None:
         meta = pod["metadata"]
+        quotas = list(self._store.all(self._store.resource("resourcequotas"), str(meta["namespace"])))
+        if not quotas:
+            return
         alive = [
             one.object
             for one in self._store.all(self._store.resource("pods"), str(meta["namespace"]))
             if one.object["status"].get("phase") not in ("Succeeded", "Failed")
         ]
-        for quota in self._store.all(self._store.resource("resourcequotas"), str(meta["namespace"])):
+        for quota in quotas:
             over = []
             for key, hard in (quota.object.get("spec") or {}).get("hard", {}).items():
                 used, more = sum(_use(one, key) for one in alive), _use(pod, key)
@@ -226,7 +231,8 @@ def _violations(pod: Json, level: str) -> Iterable[str]:
         added = [one for one in capabilities.get("add") or () if one != "NET_BIND_SERVICE"]
         if level == "restricted":
             if inner.get("allowPrivilegeEscalation") is not False:
-                yield f"allowPrivilegeEscalation != false ({where} must set securityContext.allowPrivilegeEscalation=false)"
+                words = "must set securityContext.allowPrivilegeEscalation=false"
+                yield f"allowPrivilegeEscalation != false ({where} {words})"
             if "ALL" not in (capabilities.get("drop") or ()) or added:
                 yield f'unrestricted capabilities ({where} must set securityContext.capabilities.drop=["ALL"])'
             if not (inner.get("runAsNonRoot") or outer.get("runAsNonRoot")):

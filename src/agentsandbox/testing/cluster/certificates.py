@@ -5,9 +5,12 @@ from __future__ import annotations
 
 import ssl
 import subprocess
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 from agentsandbox.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 __all__ = ["make"]
 
@@ -47,11 +50,13 @@ def make(directory: Path) -> tuple[ssl.SSLContext, str]:
     """
     (directory / "config").write_text(_CONFIG)
     key = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
+    made = ["-config", "config", "-extensions", "ca", "-days", "2", "-keyout", "ca.key", "-out", "ca"]
+    signer = ["-CA", "ca", "-CAkey", "ca.key", "-CAcreateserial", "-days", "2"]
+    signed = ["-extfile", "config", "-extensions", "server", "-out", "server"]
     steps = (
-        ["req", "-x509", *key, "-config", "config", "-extensions", "ca", "-days", "2", "-keyout", "ca.key", "-out", "ca"],
+        ["req", "-x509", *key, *made],
         ["req", *key, "-config", "config", "-keyout", "server.key", "-out", "server.csr"],
-        ["x509", "-req", "-in", "server.csr", "-CA", "ca", "-CAkey", "ca.key", "-CAcreateserial", "-days", "2"]
-        + ["-extfile", "config", "-extensions", "server", "-out", "server"],
+        ["x509", "-req", "-in", "server.csr", *signer, *signed],
     )
     for step in steps:
         try:

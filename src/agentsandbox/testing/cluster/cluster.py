@@ -5,12 +5,10 @@ from __future__ import annotations
 
 import json
 import re
-import ssl
 import tempfile
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 import anyio
 import anyio.abc
@@ -28,13 +26,18 @@ from agentsandbox.testing.cluster.jobs import Jobs
 from agentsandbox.testing.cluster.kubelet import Kubelet
 from agentsandbox.testing.cluster.peers import Answer, well
 from agentsandbox.testing.cluster.removal import Removal
-from agentsandbox.testing.cluster.replies import Json
 from agentsandbox.testing.cluster.rest import Rest
 from agentsandbox.testing.cluster.scheduler import NodeSpec
 from agentsandbox.testing.cluster.server import ApiServer
 from agentsandbox.testing.cluster.store import Store, Stored
 from agentsandbox.testing.cluster.streams import ExecStreams
 from agentsandbox.testing.cluster.worker import End
+
+if TYPE_CHECKING:
+    import ssl
+    from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+
+    from agentsandbox.testing.cluster.replies import Json
 
 __all__ = ["FakeCluster"]
 
@@ -43,8 +46,8 @@ class FakeCluster(AsyncContextManagerMixin):
     """
     An API server on 127.0.0.1, with nodes, a scheduler and kubelets behind it, as an async context manager.
 
-    Containers are real processes in namespaces of the local backend; commands that clients run in them are, too. What it
-    answers is what a server of version 1.36.2 was seen to answer.
+    Containers are real processes in namespaces of the local backend, and so are commands that clients run in them. What
+    it answers is what a server of version 1.36.2 was seen to answer.
 
     Args:
         nodes: How many, their names, or :class:`NodeSpec`.
@@ -118,7 +121,8 @@ class FakeCluster(AsyncContextManagerMixin):
 
     def __repr__(self) -> str:
         pods = self.store.count(self.kubelet.pods)
-        return f"<FakeCluster on port {self._server.port} [{pods} Pods, {self.streams.open} streams, {len(self.requests)} requests]>"
+        counts = f"{pods} Pods, {self.streams.open} streams, {len(self.requests)} requests"
+        return f"<FakeCluster on port {self._server.port} [{counts}]>"
 
     @asynccontextmanager
     async def __asynccontextmanager__(self) -> AsyncGenerator[Self, None]:
@@ -166,7 +170,12 @@ class FakeCluster(AsyncContextManagerMixin):
         return f"{'https' if self._tls else 'http'}://127.0.0.1:{self._server.port}"
 
     def kubeconfig(
-        self, path: str | Path, *, namespace: str | None = None, user: Mapping[str, Any] | None = None, context: str = "fake"
+        self,
+        path: str | Path,
+        *,
+        namespace: str | None = None,
+        user: Mapping[str, Any] | None = None,
+        context: str = "fake",
     ) -> str:
         """
         Write a kubeconfig and return its path.
@@ -250,7 +259,11 @@ class FakeCluster(AsyncContextManagerMixin):
         """Put another Pod of the same name and spec in a Pod's place."""
         old = self.store.get(self.kubelet.pods, self.namespace, name).object
         self.delete_behind(name)
-        meta = {key: old["metadata"][key] for key in ("name", "namespace", "labels", "annotations") if key in old["metadata"]}
+        meta = {
+            key: old["metadata"][key]
+            for key in ("name", "namespace", "labels", "annotations")
+            if key in old["metadata"]
+        }
         spec = {key: value for key, value in old["spec"].items() if key != "nodeName"}
         status = {"phase": "Pending", "qosClass": old["status"]["qosClass"]}
         return self.create("pods", {"metadata": meta, "spec": spec, "status": status}).object

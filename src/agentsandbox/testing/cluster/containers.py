@@ -8,10 +8,9 @@ import os
 import socket
 import tempfile
 import warnings
-from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import anyio
 import anyio.abc
@@ -21,17 +20,15 @@ import attrs
 from agentsandbox.backends.local import layout, preflight
 from agentsandbox.backends.local.images import HOST, prepare, resolve
 from agentsandbox.backends.local.parent import MODULES, Child, Parent
-from agentsandbox.errors import ConfigurationError
+from agentsandbox.errors import ConfigurationError, InfrastructureError
 from agentsandbox.testing.cluster.images import Image
-from agentsandbox.testing.cluster.replies import Json
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from agentsandbox.testing.cluster.replies import Json
 
 __all__ = ["Command", "Container", "NotStarted", "Runtime", "Unconfined"]
-
-_CAPABILITIES = (
-    "CHOWN DAC_OVERRIDE DAC_READ_SEARCH FOWNER FSETID KILL SETGID SETUID SETPCAP LINUX_IMMUTABLE NET_BIND_SERVICE "
-    "NET_BROADCAST NET_ADMIN NET_RAW IPC_LOCK IPC_OWNER SYS_MODULE SYS_RAWIO SYS_CHROOT SYS_PTRACE SYS_PACCT SYS_ADMIN "
-    "SYS_BOOT SYS_NICE SYS_RESOURCE SYS_TIME SYS_TTY_CONFIG MKNOD LEASE AUDIT_WRITE AUDIT_CONTROL SETFCAP"
-).split()
 READ_SIZE = 32 * 1024
 LOG_LIMIT = 4 * 1024 * 1024
 
@@ -54,7 +51,11 @@ class ContainerParent(Parent):
     """A process that makes containers of one image."""
 
     entry: ClassVar[str] = "agentsandbox.testing.cluster.inside:main"
-    modules: ClassVar[tuple[str, ...]] = (*MODULES, "agentsandbox.testing.cluster.inside")
+    modules: ClassVar[tuple[str, ...]] = (
+        *MODULES,
+        "agentsandbox.testing.cluster.entering",
+        "agentsandbox.testing.cluster.inside",
+    )
 
     async def start(self, request: Json, descriptors: Sequence[int], *, within: str | None = None) -> _Process:
         """
@@ -257,12 +258,22 @@ class Runtime:
         """Be ready; processes belong to that task group."""
         self._group = group
         if self.isolation == "auto":
+            self.isolation = "namespaces"
             try:
-                await preflight.require()
-                self.isolation = "namespaces"
-            except ConfigurationError as error:
+                await self._try()
+            except (ConfigurationError, InfrastructureError, NotStarted) as error:
                 self.isolation = "none"
+                await self.stop()
                 warnings.warn(f"containers of the cluster double are not isolated: {error}", Unconfined, stacklevel=2)
+
+    async def _try(self) -> None:
+        """Make a container, to be sure; what made it is needed again in any case."""
+        nothing: dict[str, Any] = dict.fromkeys(("workdir", "user", "group", "memory"))
+        nothing |= {"env": {}, "drop": (), "volumes": (), "hostname": "trial"}
+        container = await self.run(Image(), argv=["true"], **nothing)
+        await container.wait()
+        for descriptor in container.output:
+            os.close(descriptor)
 
     async def stop(self) -> None:
         """End all containers and what made them."""
@@ -281,9 +292,9 @@ class Runtime:
         workdir: str | None,
         user: str | None,
         group: int | None,
-        capabilities: Mapping[str, Sequence[str]],
+        drop: Sequence[int],
         memory: int | None,
-        volumes: Sequence[tuple[str, str]],
+        volumes: Sequence[tuple[str, str, Mapping[str, str]]],
         hostname: str,
     ) -> Container:
         """
@@ -310,7 +321,7 @@ class Runtime:
             "user": account,
             "group": group,
             "workdir": directory,
-            "drop": _dropped(capabilities),
+            "drop": list(drop),
             "memory": memory,
             "cgroup": self.cgroup,
             "volumes": [list(volume) for volume in volumes],
@@ -349,15 +360,6 @@ class Runtime:
             self._images[image.root] = local
             self._parents[image.root] = parent
             return parent
-
-
-def _dropped(capabilities: Mapping[str, Sequence[str]]) -> list[int]:
-    dropped, added = set(capabilities.get("drop") or ()), set(capabilities.get("add") or ())
-    return [
-        number
-        for number, name in enumerate(_CAPABILITIES)
-        if ("ALL" in dropped or name in dropped) and name not in added
-    ]
 
 
 async def write(descriptor: int, data: bytes) -> bool:

@@ -4,13 +4,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import anyio
 import attrs
 
-from agentsandbox.testing.cluster.replies import Json
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from agentsandbox.testing.cluster.replies import Json
 
 __all__ = ["ExecFault", "Faults", "RequestFault", "RequestRecord", "WatchFault"]
 
@@ -93,7 +95,7 @@ class WatchFault(_Fault):
     events: int = 0
     """After so many events."""
     kind: str = "drop"
-    """``drop`` ends it, ``stall`` says nothing more, ``expire`` says 410 and ends it, ``cut`` breaks an event in two."""
+    """``drop`` ends it, ``stall`` says no more, ``expire`` says 410 and ends it, ``cut`` breaks an event in two."""
 
 
 @attrs.define(eq=False, kw_only=True)
@@ -193,9 +195,7 @@ class Faults:
         """Answer 429 as the server's own flow control does."""
         message = "the server has received too many requests and has asked us to try again later"
         headers = {"Retry-After": str(retry_after)}
-        return self.answer(
-            method, path, 429, reason="TooManyRequests", message=message, headers=headers, times=times
-        )
+        return self.answer(method, path, 429, reason="TooManyRequests", message=message, headers=headers, times=times)
 
     def exceed_quota(self, *, name: str = "sandboxes", times: int | None = 1) -> RequestFault:
         """Refuse Pods as a quota does."""
@@ -208,9 +208,7 @@ class Faults:
 
     def stall(self, method: str, path: str, *, times: int | None = 1) -> RequestFault:
         """Do not answer until the fault's ``stalled`` event is set."""
-        return self._request(
-            RequestFault(method=method, path=re.compile(path), stalled=anyio.Event(), times=times)
-        )
+        return self._request(RequestFault(method=method, path=re.compile(path), stalled=anyio.Event(), times=times))
 
     def cut(self, method: str, path: str, *, after: bool = False, times: int | None = 1) -> RequestFault:
         """Close the connection without an answer; with *after*, once the request has taken effect."""

@@ -5,9 +5,12 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import attrs
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
 
 __all__ = ["Image", "digest", "malformed", "pull_error"]
 
@@ -73,8 +76,10 @@ def pull_error(name: str, error: str) -> str:
             "toomanyrequests: You have reached your pull rate limit."
         )
     if error == "unauthorized":
-        return head + "pull access denied, repository does not exist or may require authorization: server message: " + (
-            "insufficient_scope: authorization failed"
+        return (
+            head
+            + "pull access denied, repository does not exist or may require authorization: server message: "
+            + ("insufficient_scope: authorization failed")
         )
     if error == "not_found":
         return head + f"{name}: not found"

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-# ruff: noqa: PTH, S606
+# ruff: noqa: PTH115, PTH123, PTH208
+# Paths of other roots, as the kernel takes them.
 """
 The parent of containers: it runs inside the boundary of the local backend and makes jails whose first process is any.
 
@@ -14,7 +15,6 @@ import array
 import contextlib
 import ctypes
 import errno
-import fcntl
 import json
 import os
 import resource
@@ -22,13 +22,15 @@ import selectors
 import signal
 import socket
 import sys
-import termios
 import traceback
-from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from agentsandbox.protocol.runner import jail, users
 from agentsandbox.protocol.runner.host import Child, Host
+from agentsandbox.testing.cluster import entering
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 MAX_MESSAGE = 64 * 1024
 WATCH_EVERY = 0.02
@@ -41,16 +43,6 @@ KINDS = (
     ("user", jail.CLONE_NEWUSER),
 )
 """In this order: the last one takes away what the others need."""
-
-COUNTERS = (
-    ("/sys/fs/cgroup/memory/memory.oom_control", "oom_kill_disable 0\nunder_oom 0\noom_kill %d\n"),
-    ("/sys/fs/cgroup/memory.events", "low 0\nhigh 0\nmax %d\noom %d\noom_kill %d\noom_group_kill 0\n"),
-)
-"""Where a container reads how many of its processes were killed for memory, by the version of control groups."""
-
-
-class NoStart(Exception):
-    """A command cannot be started, in the words of a container runtime."""
 
 
 class Container(Child):
@@ -130,7 +122,8 @@ class ContainerHost(Host):
         """Hear from a process in the making: it asks for maps, tells its namespaces, and falls silent by its exec."""
         assert isinstance(child, Container)
         channel = child.channel
-        assert channel is not None
+        if channel is None:  # its end was heard of before its turn came
+            return
         try:
             data = channel.recv(65536)
             if data == b"map":
@@ -182,27 +175,27 @@ class ContainerHost(Host):
     def _child(self, message: Any, stream: Any, channel: Any, slot: int | None, directory: str | None) -> None:
         """Become the first process of a container. Never returns."""
         try:
-            _fresh([*stream, channel.fileno()])
+            entering.fresh([*stream, channel.fileno()])
             try:
                 report: dict[str, Any] = {"namespaces": {}}
                 if self._plan is not None:
                     plan = dict(self._plan, slot=slot)
-                    _mount_volumes(message.get("volumes") or (), plan)
+                    entering.mount_volumes(message.get("volumes") or (), plan)
                     report = {"namespaces": jail.enter(plan, channel)}
-                    _counters(message)
+                    entering.counters(message)
                 else:
                     jail.limits(self._config["limits"])
-                _become(message, directory)
+                entering.become(message, directory)
                 channel.send(json.dumps(report).encode())
-                _run(message, stream)
+                entering.run(message, stream)
             except jail.JailError as error:
-                _fail(channel, error.stage + ": " + os.strerror(error.errno))
+                entering.fail(channel, error.stage + ": " + os.strerror(error.errno))
             except users.NoUser as error:
-                _fail(channel, f"unable to find user {error}")
-            except NoStart as error:
-                _fail(channel, str(error))
+                entering.fail(channel, f"unable to find user {error}")
+            except entering.NoStart as error:
+                entering.fail(channel, str(error))
             except OSError as error:
-                _fail(channel, f"{error.filename or 'set up'}: {os.strerror(error.errno or 0).lower()}")
+                entering.fail(channel, f"{error.filename or 'set up'}: {os.strerror(error.errno or 0).lower()}")
         except BaseException:  # noqa: BLE001 - the process must not return into the loop of its parent
             traceback.print_exc()
         finally:
@@ -219,7 +212,7 @@ class ContainerHost(Host):
     ) -> None:
         """Become a command in a container that is there. Never returns."""
         try:
-            _fresh([*stream, channel.fileno(), *entered.values()])
+            entering.fresh([*stream, channel.fileno(), *entered.values()])
             try:
                 if entered:
                     jail.write_text("/proc/self/oom_score_adj", "500")
@@ -230,20 +223,20 @@ class ContainerHost(Host):
                     for number in range(jail.LAST_CAPABILITY + 1):
                         if number not in jail.KEPT_CAPABILITIES:
                             jail.libc.prctl(jail.PR_CAPBSET_DROP, ctypes.c_ulong(number), 0, 0, 0)
-                _become(message, directory)
+                entering.become(message, directory)
                 if message.get("tty"):
-                    stream = [_terminal(stream[0])] * 3
+                    stream = [entering.terminal(stream[0])] * 3
                 channel.send(b'{"namespaces": {}}')
-                _run(message, stream)
+                entering.run(message, stream)
             except jail.JailError as error:
-                _fail(channel, error.stage + ": " + os.strerror(error.errno))
+                entering.fail(channel, error.stage + ": " + os.strerror(error.errno))
             except users.NoUser as error:
-                _fail(channel, f"unable to find user {error}")
-            except NoStart as error:
-                _fail(channel, str(error))
+                entering.fail(channel, f"unable to find user {error}")
+            except entering.NoStart as error:
+                entering.fail(channel, str(error))
             except OSError as error:
-                _fail(channel, f"{error.filename or 'set up'}: {os.strerror(error.errno or 0).lower()}")
-        except BaseException:  # noqa: BLE001 - as above
+                entering.fail(channel, f"{error.filename or 'set up'}: {os.strerror(error.errno or 0).lower()}")
+        except BaseException:  # noqa: BLE001 - the process must not return into the loop of its parent
             traceback.print_exc()
         finally:
             sys.stderr.flush()
@@ -299,123 +292,12 @@ class ContainerHost(Host):
             victim = max(members)[1]
             container.kills += 1
             container.out_of_memory = victim == container.pid
-            path, text = COUNTERS[container.counter - 1]
+            path, text = entering.COUNTERS[container.counter - 1]
             with contextlib.suppress(OSError):
                 words = text % ((container.kills,) * text.count("%d"))
                 jail.write_text(f"/proc/{container.pid}/root{path}", words)
             with contextlib.suppress(ProcessLookupError):
                 os.kill(victim, signal.SIGKILL)
-
-
-def _fresh(kept: list[int]) -> None:
-    """Leave behind what belongs to the parent."""
-    signal.set_wakeup_fd(-1)
-    for number in (signal.SIGCHLD, signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGALRM, signal.SIGPIPE):
-        signal.signal(number, signal.SIG_DFL)
-    for descriptor in [int(entry) for entry in os.listdir("/proc/self/fd")]:
-        if descriptor > 2 and descriptor not in kept:
-            with contextlib.suppress(OSError):
-                os.close(descriptor)
-    os.setsid()
-
-
-def _fail(channel: socket.socket, stage: str) -> None:
-    channel.send(json.dumps({"stage": stage, "errno": 0}).encode())
-
-
-def _mount_volumes(volumes: Any, plan: dict[str, Any]) -> None:
-    """Show directories that outlive the container, at the same path that the sandbox will have them."""
-    if not volumes:
-        return
-    jail.unshare(jail.CLONE_NEWNS, "mount")
-    jail.mount(b"none", b"/", b"", jail.MS_REC | jail.MS_PRIVATE)
-    entries, binds = list(plan["entries"]), list(plan["binds"])
-    for kept, target in volumes:
-        for directory in (kept, target):
-            os.makedirs(directory, 0o777, exist_ok=True)
-        os.chmod(kept, 0o777)
-        jail.mount(os.fsencode(kept), os.fsencode(target), b"", jail.MS_BIND)
-        parts = target.strip("/").split("/")
-        entries += [["dir", "/" + "/".join(parts[: n + 1]), 0o755, 0, 0] for n in range(len(parts))]
-        binds.append(target)
-    plan["entries"], plan["binds"] = entries, binds
-
-
-def _counters(message: dict[str, Any]) -> None:
-    path, text = COUNTERS[message.get("cgroup", 1) - 1]
-    with contextlib.suppress(OSError):
-        os.makedirs(os.path.dirname(path), exist_ok=True)
-        with open(path, "w") as file:
-            file.write(text % ((0,) * text.count("%d")))
-
-
-def _become(message: dict[str, Any], directory: str | None) -> None:
-    """Take on user, capabilities, environment and working directory."""
-    account = users.resolve(message["user"])
-    workdir = message.get("workdir") or directory or "/"
-    _have(account, workdir)
-    if directory is None:
-        with contextlib.suppress(OSError):
-            _have(account, account.home)
-    for number in message.get("drop") or ():
-        jail.libc.prctl(jail.PR_CAPBSET_DROP, ctypes.c_ulong(number), 0, 0, 0)
-    if users.may_change():
-        group = message.get("group")
-        os.setgroups(list(account.groups))
-        os.setresgid(*[account.gid if group is None else group] * 3)
-        os.setresuid(*[account.uid] * 3)
-    os.umask(0o022)
-    os.chdir(workdir)
-    message["env"].setdefault("HOME", directory or account.home)
-
-
-def _have(account: users.Account, directory: str) -> None:
-    """Make a directory of a user, unless it is there."""
-    if not os.path.isdir(directory):
-        os.makedirs(directory, 0o755)
-        if users.may_change():
-            os.chown(directory, account.uid, account.gid)
-
-
-def _terminal(link: int) -> int:
-    master = os.open("/dev/ptmx", os.O_RDWR | os.O_NOCTTY)
-    fcntl.ioctl(master, termios.TIOCGPTN if hasattr(termios, "TIOCGPTN") else 0x80045430, number := bytearray(4))
-    fcntl.ioctl(master, 0x40045431, b"\0" * 4)
-    slave = os.open(f"/dev/pts/{int.from_bytes(number, sys.byteorder)}", os.O_RDWR | os.O_NOCTTY)
-    fcntl.ioctl(slave, termios.TIOCSCTTY, 0)
-    with socket.socket(fileno=os.dup(link)) as end:
-        socket.send_fds(end, [b"m"], [master])
-    os.close(master)
-    return slave
-
-
-def _run(message: dict[str, Any], stream: list[int]) -> None:
-    """Become the command."""
-    argv, env = message["argv"], message["env"]
-    path = _look(argv[0], env.get("PATH", ""))
-    for number, descriptor in enumerate([fcntl.fcntl(one, fcntl.F_DUPFD_CLOEXEC, 10) for one in stream]):
-        os.dup2(descriptor, number)
-    try:
-        os.execve(path, [os.fsencode(word) for word in argv], env)
-    except OSError as error:
-        if error.errno == errno.E2BIG:
-            os.write(2, b"exec %s: argument list too long\n" % os.fsencode(path))
-            os._exit(1)
-        raise NoStart(f'exec: "{argv[0]}": {os.strerror(error.errno or 0).lower()}') from error
-
-
-def _look(name: str, path: str) -> str:
-    if "/" in name:
-        if not os.path.exists(name):
-            raise NoStart(f'exec: "{name}": stat {name}: no such file or directory')
-        if os.path.isdir(name) or not os.access(name, os.X_OK):
-            raise NoStart(f'exec: "{name}": permission denied')
-        return name
-    for directory in path.split(":"):
-        whole = os.path.join(directory or ".", name)
-        if os.path.isfile(whole) and os.access(whole, os.X_OK):
-            return whole
-    raise NoStart(f'exec: "{name}": executable file not found in $PATH')
 
 
 def main(config: Mapping[str, Any]) -> None:

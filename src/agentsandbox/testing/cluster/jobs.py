@@ -11,10 +11,10 @@ import anyio.abc
 
 from agentsandbox.testing.cluster import podspec
 from agentsandbox.testing.cluster.replies import Json, Refusal, invalid
-from agentsandbox.testing.cluster.store import Event, Stored
 
 if TYPE_CHECKING:
     from agentsandbox.testing.cluster.cluster import FakeCluster
+    from agentsandbox.testing.cluster.store import Event, Stored
 
 __all__ = ["Jobs"]
 

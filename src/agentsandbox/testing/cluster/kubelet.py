@@ -13,13 +13,13 @@ import anyio.abc
 from agentsandbox.testing.cluster import statuses
 from agentsandbox.testing.cluster.images import Image, digest
 from agentsandbox.testing.cluster.podspec import requests_of
-from agentsandbox.testing.cluster.replies import Json
 from agentsandbox.testing.cluster.scheduler import place
-from agentsandbox.testing.cluster.store import Event, Stored
 from agentsandbox.testing.cluster.worker import Worker
 
 if TYPE_CHECKING:
     from agentsandbox.testing.cluster.cluster import FakeCluster
+    from agentsandbox.testing.cluster.replies import Json
+    from agentsandbox.testing.cluster.store import Event, Stored
 
 __all__ = ["Kubelet"]
 
@@ -48,7 +48,6 @@ class Kubelet:
         """How many pulls were begun."""
         self._used: dict[str, Counter[str]] = {}
         self._group: anyio.abc.TaskGroup | None = None
-        self._room = anyio.Event()
 
     def __repr__(self) -> str:
         return f"<Kubelet [{len(self.workers)} Pods]>"
@@ -110,7 +109,6 @@ class Kubelet:
             if stored is None or stored.object["metadata"].get("deletionTimestamp"):
                 return None
             pod = stored.object
-            room = self._room
             chosen: str | None = pod["spec"].get("nodeName")
             words = ""
             if not chosen:
@@ -123,7 +121,7 @@ class Kubelet:
             if earlier is None or earlier.get("message") != words:
                 self.tell(worker, status)
                 self.cluster.event(pod, "Warning", "FailedScheduling", words, component="default-scheduler")
-            await worker.wait_or(room)
+            await worker.changed()
             if worker.gone:
                 return None
 
@@ -154,8 +152,8 @@ class Kubelet:
 
     def make_room(self) -> None:
         """Let the scheduler look again at what it could not place."""
-        self._room.set()
-        self._room = anyio.Event()
+        for worker in [one for one in self.workers.values() if not one.node]:
+            worker.wake()
 
     def _reserve(self, pod: Json, node: str, sign: int) -> None:
         used = self._used.setdefault(node, Counter())

@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+from collections import deque
 from typing import TYPE_CHECKING
 
+import attrs
 from aiohttp import web
 
 from agentsandbox.testing.cluster.replies import bad_request
@@ -12,7 +14,31 @@ from agentsandbox.testing.cluster.replies import bad_request
 if TYPE_CHECKING:
     from agentsandbox.testing.cluster.cluster import FakeCluster
 
-__all__ = ["serve"]
+__all__ = ["Log", "serve"]
+
+_KEPT = 50_000
+
+
+@attrs.define(eq=False)
+class Log:
+    """What a container has written."""
+
+    lines: deque[tuple[str, bytes]] = attrs.field(factory=lambda: deque(maxlen=_KEPT))
+    """The lines that are kept, each with its time."""
+    written: int = 0
+    """How many there ever were, those of earlier containers included."""
+    previous: tuple[tuple[str, bytes], ...] = ()
+    """Those of the container before."""
+
+    def add(self, now: str, lines: list[bytes]) -> None:
+        """Add lines."""
+        self.lines.extend((now, line) for line in lines)
+        self.written += len(lines)
+
+    def turn(self) -> None:
+        """Begin anew, with the next container."""
+        self.previous = tuple(self.lines)
+        self.lines.clear()
 
 
 async def serve(
@@ -34,9 +60,9 @@ async def serve(
     if query.get("previous") in ("true", "1"):
         if not worker.view.container.restarts:
             raise bad_request(f'previous terminated container "{container}" in pod "{name}" not found')
-        lines = list(worker.previous_log)
+        lines = list(worker.log.previous)
     else:
-        lines = list(worker.log)
+        lines = list(worker.log.lines)
     if query.get("tailLines"):
         count = int(query["tailLines"])
         lines = lines[-count:] if count else []
@@ -49,11 +75,13 @@ async def serve(
     response = web.StreamResponse(headers=headers)
     await response.prepare(http)
     try:
-        seen = worker.written
+        seen = worker.log.written
         await response.write(data)
         while True:
-            fresh = list(worker.log)[len(worker.log) - min(worker.written - seen, len(worker.log)) :]
-            seen = worker.written
+            fresh = list(worker.log.lines)[
+                len(worker.log.lines) - min(worker.log.written - seen, len(worker.log.lines)) :
+            ]
+            seen = worker.log.written
             for stamp, line in fresh:
                 await response.write((stamp.encode() + b" " if stamped else b"") + line)
             if not fresh and (worker.gone or "running" not in worker.view.container.state):

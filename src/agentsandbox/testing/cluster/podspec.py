@@ -7,10 +7,12 @@ import copy
 import difflib
 import json
 import re
-from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from agentsandbox.testing.cluster.replies import Json, Refusal, immutable, invalid
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 __all__ = ["check_name", "check_update", "complete", "has_rule", "quantity", "requests_of", "validate"]
 

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 import anyio
 
 from agentsandbox.testing.cluster import images, statuses
-from agentsandbox.testing.cluster.replies import Json
 
 if TYPE_CHECKING:
+    from agentsandbox.testing.cluster.replies import Json
     from agentsandbox.testing.cluster.worker import Worker
 
 __all__ = ["needs_root", "pull"]

@@ -145,6 +145,8 @@ class Rest:
         podspec.check_name(resource.kind, meta)
         object_ = self._defaults(resource, object_)
         self._cluster.access.admit("CREATE", resource, object_)
+        if resource.kind == "Pod":
+            podspec.validate(object_, version=self._cluster.version)
         if request.dry_run:
             return 201, self._store.dress(resource, object_, now=self._cluster.clock.stamp()).raw()
         return 201, self._store.create(resource, object_, now=self._cluster.clock.stamp()).raw()
@@ -158,7 +160,6 @@ class Rest:
                 for container in object_["spec"].get("containers") or ():
                     container.pop("restartPolicyRules", None)
                     container.pop("restartPolicy", None)
-            podspec.validate(object_, version=self._cluster.version)
         elif resource.kind == "Namespace":
             name = object_["metadata"]["name"]
             labels = {**(object_["metadata"].get("labels") or {}), "kubernetes.io/metadata.name": name}

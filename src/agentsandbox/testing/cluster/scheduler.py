@@ -4,12 +4,16 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING
 
 import attrs
 
 from agentsandbox.testing.cluster.podspec import quantity, requests_of
-from agentsandbox.testing.cluster.replies import Json
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from agentsandbox.testing.cluster.replies import Json
 
 __all__ = ["NodeSpec", "place"]
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import json
 import re
-import ssl
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import anyio
@@ -17,11 +15,14 @@ from agentsandbox.testing.cluster.access import verb_of
 from agentsandbox.testing.cluster.faults import RequestFault, RequestRecord
 from agentsandbox.testing.cluster.replies import Json, Refusal, bad_request
 from agentsandbox.testing.cluster.rest import Request
-from agentsandbox.testing.cluster.store import Resource
 from agentsandbox.testing.cluster.watching import watch
 
 if TYPE_CHECKING:
+    import ssl
+    from collections.abc import Mapping
+
     from agentsandbox.testing.cluster.cluster import FakeCluster
+    from agentsandbox.testing.cluster.store import Resource
 
 __all__ = ["ApiServer"]
 

@@ -4,13 +4,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import attrs
 
 from agentsandbox.testing.cluster.podspec import has_rule
-from agentsandbox.testing.cluster.replies import Json
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from agentsandbox.testing.cluster.replies import Json
 
 __all__ = [
     "ContainerView",

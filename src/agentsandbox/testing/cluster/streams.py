@@ -2,14 +2,13 @@
 """
 Exec streams as the API server and the kubelet serve them: channels over a websocket, v5 or v4.
 
-A stream begins with an empty message on channel 1. With v5 the connection ends with 1006 right after the status, with v4
-by a close handshake. The status comes when the command has ended and nobody holds its output any more.
+A stream begins with an empty message on channel 1. With v5 the connection ends with 1006 right after the status, with
+v4 by a close handshake. The status comes when the command has ended and nobody holds its output any more.
 """
 
 from __future__ import annotations
 
 import re
-from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import anyio
@@ -107,8 +106,9 @@ class ExecStreams:
         stdin, tty = query.get("stdin") in ("true", "1"), query.get("tty") in ("true", "1")
         stream = _Stream(self, http, socket, spoken[0], fault, worker)
         try:
-            with suppress(ConnectionError):
-                await stream.run(container, argv, stdin=stdin, tty=tty)
+            await stream.run(container, argv, stdin=stdin, tty=tty)
+        except* ConnectionError:  # the client is gone
+            pass
         finally:
             self.left(socket)
         return socket

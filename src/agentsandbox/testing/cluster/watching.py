@@ -12,11 +12,11 @@ from aiohttp import web
 
 from agentsandbox.testing.cluster.matching import matcher
 from agentsandbox.testing.cluster.replies import Refusal, expired
-from agentsandbox.testing.cluster.store import Event, Stored
 
 if TYPE_CHECKING:
     from agentsandbox.testing.cluster.cluster import FakeCluster
     from agentsandbox.testing.cluster.rest import Request
+    from agentsandbox.testing.cluster.store import Event, Stored
 
 __all__ = ["watch"]
 
@@ -159,6 +159,6 @@ async def _spoil(state: _Watch, response: web.StreamResponse, kind: str, line: b
 
 
 def _abort(response: web.StreamResponse) -> None:
-    transport = response._req.transport if response._req is not None else None  # noqa: SLF001 - to cut a line, not to end it
+    transport = response._req.transport if response._req is not None else None  # noqa: SLF001 - no other way to it
     if transport is not None:
         transport.close()

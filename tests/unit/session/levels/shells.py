@@ -4,16 +4,17 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, Any
+from contextlib import asynccontextmanager, suppress
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import anyio
 import anyio.abc
+import attrs
 
 from agentsandbox.backends.local import LocalBackend
-from agentsandbox.errors import CommandNotExecutable, CommandNotFound, StartError
+from agentsandbox.errors import CommandNotFound, SandboxLost, StartError
 from agentsandbox.models.command import Command
-from agentsandbox.models.sandbox import SandboxSpec
+from agentsandbox.models.sandbox import ExecLevel, SandboxSpec
 from agentsandbox.session import Session
 from agentsandbox.session.levels import ShellSession
 from agentsandbox.transport.exec import STDERR, STDOUT
@@ -37,6 +38,8 @@ ls /tmp/shells/*/sh
 class LocalConnection:
     """One command in a local sandbox, with the interface and the manners of an exec websocket."""
 
+    protocol = "v5.channel.k8s.io"
+
     def __init__(self, process: Process | None, status: ExecStatus | None = None) -> None:
         self.process = process
         self.status = status
@@ -46,6 +49,9 @@ class LocalConnection:
         self.kept_alive = 0
         self._send, self._receive = anyio.create_memory_object_stream[tuple[int, bytes]](8)
         self._break = anyio.Event()
+        if process is None:
+            self._send.close()
+            self._receive.close()
 
     async def pump(self, *, task_status: anyio.abc.TaskStatus[None]) -> None:
         """Carry output until the command has ended and nobody holds it any more."""
@@ -56,10 +62,8 @@ class LocalConnection:
         async def carry(stream: Any, channel: int) -> None:
             async for data in stream:
                 if not (self.closed or self.broken):
-                    try:
+                    with suppress(anyio.BrokenResourceError):
                         await self._send.send((channel, data))
-                    except anyio.BrokenResourceError:
-                        pass
 
         try:
             async with anyio.create_task_group() as group:
@@ -67,7 +71,7 @@ class LocalConnection:
                 group.start_soon(carry, process.stderr, STDERR)
             code = (await process.wait()).exit_code
             self.status = ExecStatus(exit_code=code, reason="NonZeroExitCode" if code else "")
-        except Exception:  # the sandbox is gone: no status, and the stream ends
+        except Exception:  # noqa: BLE001 - the sandbox is gone: no status, and the stream ends
             pass
         finally:
             self._send.close()
@@ -97,7 +101,10 @@ class LocalConnection:
     async def send(self, data: bytes) -> None:
         if self.broken or self.process is None:
             raise anyio.BrokenResourceError
-        await self.process.stdin.send(data)
+        try:
+            await self.process.stdin.send(data)
+        except SandboxLost as lost:
+            raise anyio.BrokenResourceError from lost
         self.sent += len(data)
 
     async def end_stdin(self) -> bool:
@@ -129,7 +136,7 @@ class LocalConnect:
         self.runner = runner
         self.connections: list[LocalConnection] = []
         self.refuse: Callable[[int], Exception | None] = lambda _: None
-        self.wrap: Callable[[LocalConnection], Any] = lambda connection: connection
+        self.wrap: Callable[[int, LocalConnection], Any] = lambda _, connection: connection
         self._group = group
         self._env = {} if path is None else {"PATH": path}
 
@@ -143,8 +150,8 @@ class LocalConnect:
             process = await self.runner.open_process(request)
         except StartError as error:
             words = "executable file not found in $PATH" if isinstance(error, CommandNotFound) else "permission denied"
-            assert isinstance(error, (CommandNotFound, CommandNotExecutable))
-            message = f'OCI runtime exec failed: exec failed: unable to start container process: exec: "{command[0]}": {words}'
+            where = "OCI runtime exec failed: exec failed: unable to start container process"
+            message = f'{where}: exec: "{command[0]}": {words}'
             connection = LocalConnection(None, ExecStatus(exit_code=None, reason="InternalError", message=message))
         else:
             connection = LocalConnection(process)
@@ -152,7 +159,7 @@ class LocalConnect:
                 await process.stdin.aclose()
             await self._group.start(connection.pump)
         self.connections.append(connection)
-        return self.wrap(connection)
+        return self.wrap(len(self.connections) - 1, connection)
 
 
 def path_of(shell: str) -> str:
@@ -164,6 +171,8 @@ class ShellBackend(LocalBackend):
     """The local backend, with sessions of exec level ``shell``."""
 
     shell = "dash"
+    options: ClassVar[dict[str, Any]] = {}
+    wrap: Any = None
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
@@ -176,18 +185,24 @@ class ShellBackend(LocalBackend):
         runner = sandbox.session
         await runner.exec(Command(command=SETUP))
         sandbox.connect = LocalConnect(runner, self.group, path_of(self.shell))
-        session = ShellSession(sandbox.connect)
+        if self.wrap is not None:
+            sandbox.connect.wrap = self.wrap
+        session = ShellSession(sandbox.connect, **self.options)
         await self.group.start(session.run)
         sandbox.runner = runner
         sandbox.session = session
+        users = session.facts["users"]
+        sandbox.capabilities = attrs.evolve(sandbox.capabilities, exec_level=ExecLevel.SHELL, users=users)
         return sandbox
 
 
 @asynccontextmanager
-async def shell_sandbox(shell: str = "dash") -> AsyncIterator[tuple[ShellSession, LocalConnect, Session]]:
+async def shell_sandbox(
+    shell: str = "dash", *, wrap: Any = None, disk_limit: int = 1024**3, max_processes: int = 1024, **options: Any
+) -> AsyncIterator[tuple[ShellSession, LocalConnect, Session]]:
     """Make one sandbox: its shell session, the connections that it made, and the runner that carries them."""
-    backend = ShellBackend()
-    backend.shell = shell
+    backend = ShellBackend(disk_limit=disk_limit, max_processes=max_processes)
+    backend.shell, backend.options, backend.wrap = shell, options, wrap
     async with backend.running():
         sandbox = await backend.create(SandboxSpec(image="host"), "one")
         try:

@@ -1,0 +1,29 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From a command of the command line to asyncio, and from an error to an exit code."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
+
+import anyio
+import typer
+from rich.console import Console
+
+from agentsandbox.errors import BatchFailed, SandboxError
+
+__all__ = ["running"]
+
+T = TypeVar("T")
+
+
+def running(action: Callable[..., Awaitable[T]], *args: Any, **options: Any) -> T:
+    """Run *action* on asyncio; what we raise on purpose becomes one line on standard error and exit code 2."""
+    try:
+        return anyio.run(lambda: action(*args, **options))
+    except BatchFailed as error:
+        Console(stderr=True).print(f"error: {error}", markup=False, highlight=False, soft_wrap=True)
+        raise typer.Exit(1) from error
+    except SandboxError as error:
+        Console(stderr=True).print(f"error: {error}", markup=False, highlight=False, soft_wrap=True)
+        raise typer.Exit(2) from error
