@@ -298,3 +298,17 @@ def test_a_plan_looks_at_the_images_that_lack_something_and_at_no_other():
     assert [Make("image-777")] == replenisher.plan(0.0, alive=9_999, creating=0, going=0)
     assert not replenisher._lacking
     assert not replenisher._urgent
+
+
+def test_a_sandbox_to_be_recycled_becomes_what_is_wanted_most():
+    """It stays what it was if that is wanted, becomes what somebody lacks, or is needed no more."""
+    replenisher = make({"a": 1, "b": 1})
+    replenisher.update("a", Demand(ready=1))
+    replenisher.update("b", Demand(ready=1))
+    assert (None, None) == (replenisher.reuse("a"), replenisher.keep("a"))
+
+    replenisher.update("b", Demand())
+    assert ("b", None, "b") == (replenisher.reuse("a"), replenisher.keep("a"), replenisher.keep("b"))
+
+    replenisher.update("a", Demand())
+    assert ("a", "a") == (replenisher.reuse("a"), replenisher.keep("a"))
