@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 import nox
@@ -39,11 +40,18 @@ COMPLETE = [
 """Modules without I/O, which have no excuse: every line and every branch."""
 
 OVER_DOUBLES = [
+    "contract/test_conformance_agent_sandbox.py",
     "contract/test_conformance_cluster.py",
-    "contract/test_inspect_cluster.py",
+    "contract/test_residues_cluster_all.py",
     "unit/session/levels",
 ]
-"""The whole backend contract again, over the API server double and over plain shells: many minutes."""
+"""The lower exec levels, and the backend contract again at each of them: over the API server double and over shells."""
+
+OF_DOUBLES = ["--omit=*/protocol/runner/*", "--include=*/agentsandbox/session/levels/*"]
+"""What those tests are the only ones to measure."""
+
+OF_INSPECT = ["adapters/test_inspect.py", "contract/test_inspect_cluster.py"]
+"""Inspect's checks over the local backend and over the API server double."""
 
 ORDINARY_USER = 65534
 """``nobody``: an id that exists everywhere and owns nothing."""
@@ -86,15 +94,20 @@ def typecheck(session: nox.Session) -> None:
         session.run("mypy", "--strict", "tests/typing")
 
 
+def measure(session: nox.Session, *arguments: str, options: Sequence[str] = ()) -> dict[str, str]:
+    """Run pytest with coverage; return the environment in which ``coverage report`` finds what was measured."""
+    env = {"COVERAGE_FILE": str(Path(session.create_tmp()).resolve() / "coverage")}
+    session.run("coverage", "erase", env=env)
+    session.run("coverage", "run", *options, "-m", "pytest", *arguments, env=env)
+    session.run("coverage", "combine", "--quiet", env=env)
+    return env
+
+
 def run_tests(session: nox.Session) -> None:
     """Run the suite, or a selection of it, and hold the whole suite to the coverage thresholds."""
     install_package(session, *groups("test"))
-    env = {"COVERAGE_FILE": str(Path(session.create_tmp()).resolve() / "coverage")}
-    elsewhere = [f"--ignore=tests/{name}" for name in ("adapters", "e2e", "examples", "runner", *OVER_DOUBLES)]
-    selection = session.posargs or elsewhere
-    session.run("coverage", "erase", env=env)
-    session.run("coverage", "run", "-m", "pytest", *selection, env=env)
-    session.run("coverage", "combine", "--quiet", env=env)
+    others = ("adapters", "e2e", "examples", "runner", *OVER_DOUBLES, *OF_INSPECT)
+    env = measure(session, *(session.posargs or [f"--ignore=tests/{name}" for name in others]))
     if session.posargs:
         session.log("a selection of tests says nothing about coverage: thresholds not checked")
         return
@@ -124,17 +137,26 @@ def runner(session: nox.Session) -> None:
 
 @nox.session
 def doubles(session: nox.Session) -> None:
-    """Run the backend contract over the API server double at each exec level, and over plain shells."""
+    """Run the lower exec levels and the backend contract at each of them; ``-- ARGUMENTS`` are pytest's."""
     install_package(session, *groups("test"))
-    files = [f"tests/{name}" for name in OVER_DOUBLES if Path("tests", name).exists()]
-    session.run("pytest", *files, *session.posargs)
+    files = [f"tests/{name}" for name in OVER_DOUBLES]
+    env = measure(session, *files, *session.posargs, options=OF_DOUBLES[:1])
+    if not session.posargs:
+        session.run("coverage", "report", f"--fail-under={TOTAL_COVERAGE}", *OF_DOUBLES, env=env)
+
+
+@nox.session
+def chaos(session: nox.Session) -> None:
+    """Kill everything at random while 2,000 episodes run, and hold the journal to the law: minutes."""
+    install_package(session, *groups("test"))
+    session.run("python", "benchmarks/chaos.py", *(session.posargs or ["--episodes", "2000", "--driver-kills", "10"]))
 
 
 @nox.session(name="adapters-inspect")
 def adapters_inspect(session: nox.Session) -> None:
     """Run the checks that Inspect AI ships, as the current user and, when that is root, as an ordinary one too."""
     install_package(session, *groups("test"), extras="cli,inspect")
-    suite = ["-m", "pytest", "tests/adapters/test_inspect.py", *session.posargs]
+    suite = ["-m", "pytest", *(f"tests/{name}" for name in OF_INSPECT), *session.posargs]
     session.run("python", *suite)
     if os.geteuid() != 0 or shutil.which("setpriv") is None:
         return

@@ -11,6 +11,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from agentsandbox.errors import BatchFailed as BatchFailed
+from agentsandbox.errors import CheckpointError as CheckpointError
 from agentsandbox.errors import CommandFailed as CommandFailed
 from agentsandbox.errors import CommandTimeout as CommandTimeout
 from agentsandbox.errors import ConfigurationError as ConfigurationError
@@ -22,6 +23,9 @@ from agentsandbox.errors import InvalidTask as InvalidTask
 from agentsandbox.errors import SandboxError as SandboxError
 from agentsandbox.errors import SandboxLost as SandboxLost
 from agentsandbox.errors import UsageError as UsageError
+from agentsandbox.models.changes import Change as Change
+from agentsandbox.models.changes import Checkpoint as Checkpoint
+from agentsandbox.models.changes import Diff as Diff
 from agentsandbox.models.command import ExecResult as ExecResult
 from agentsandbox.models.episode import Attempt as Attempt
 from agentsandbox.models.episode import Counts as Counts
@@ -41,6 +45,7 @@ from agentsandbox.models.timing import TTFCSummary as TTFCSummary
 if TYPE_CHECKING:
     from agentsandbox.blocking import BlockingLease as BlockingLease
     from agentsandbox.blocking import BlockingPool as BlockingPool
+    from agentsandbox.client import CheckpointStore as CheckpointStore
     from agentsandbox.client import Lease as Lease
     from agentsandbox.client import SandboxClient as SandboxClient
     from agentsandbox.pool import SandboxPool as SandboxPool
@@ -56,10 +61,15 @@ __all__ = [
     "BatchFailed",
     "BlockingLease",
     "BlockingPool",
+    "Change",
+    "Checkpoint",
+    "CheckpointError",
+    "CheckpointStore",
     "CommandFailed",
     "CommandTimeout",
     "ConfigurationError",
     "Counts",
+    "Diff",
     "Episode",
     "EpisodeRecord",
     "Event",
@@ -96,6 +106,7 @@ __all__ = [
 _LAZY = {
     "BlockingLease": "agentsandbox.blocking",
     "BlockingPool": "agentsandbox.blocking",
+    "CheckpointStore": "agentsandbox.client",
     "HedgePolicy": "agentsandbox.rollouts.hedging",
     "Journal": "agentsandbox.rollouts.journal",
     "Lease": "agentsandbox.client",

@@ -13,7 +13,7 @@ import os
 import threading
 import warnings
 import weakref
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
@@ -29,13 +29,15 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from agentsandbox.backends.base import Backend
-    from agentsandbox.client import Lease
+    from agentsandbox.client import Announced, Lease
+    from agentsandbox.metrics.idle import IdleReport
+    from agentsandbox.models.changes import Checkpoint, Diff
     from agentsandbox.models.command import ExecResult
     from agentsandbox.models.episode import Episode, RolloutResult
     from agentsandbox.models.reset import ResetReport
     from agentsandbox.warmpool.statistics import PoolStatistics
 
-__all__ = ["BlockingLease", "BlockingPool"]
+__all__ = ["BlockingAnnounced", "BlockingLease", "BlockingPool"]
 
 T = TypeVar("T")
 
@@ -112,7 +114,7 @@ class BlockingPool:
     """
 
     def __init__(
-        self, backend: str | Backend = "local", *, images: Mapping[str, int] | Iterable[str], **options: Any
+        self, backend: str | Backend = "local", *, images: Mapping[str, int] | Iterable[str] = (), **options: Any
     ) -> None:
         self._pool = SandboxPool(backend, images=images, **options)
         self._lock = threading.Lock()
@@ -150,6 +152,17 @@ class BlockingPool:
         """
         return self._run(partial(self._pool.rollout, batch, **options))
 
+    def announce(self, batch: Iterable[Episode] | Mapping[str, int]) -> BlockingAnnounced:
+        """
+        Tell which batch comes next, so that its sandboxes are ready when it begins; see :meth:`SandboxPool.announce`.
+
+        Raises:
+            ConfigurationError: If it is neither a collection of episodes nor image to how many rollouts of it.
+
+        """
+        episodes = batch if isinstance(batch, Mapping) else tuple(batch)
+        return BlockingAnnounced(self, self._run(partial(_now, self._pool.announce, episodes)))
+
     def acquire(self, image: str, **options: Any) -> BlockingLease:
         """
         Wait for a sandbox of *image*; see :meth:`SandboxClient.acquire`.
@@ -168,13 +181,23 @@ class BlockingPool:
         lease = self._run(partial(self._pool.acquire, image, **options))
         return BlockingLease(self, self._open(), lease)
 
+    @contextlib.contextmanager
+    def training_step(self) -> Iterator[None]:
+        """Mark what is done within as work of the accelerators; see :meth:`SandboxPool.training_step`."""
+        step = self._pool.training_step()
+        self._run(partial(_now, step.__enter__))
+        try:
+            yield
+        finally:
+            self._run(partial(_now, partial(step.__exit__, None, None, None)))
+
+    def idle(self) -> IdleReport:
+        """Return what the accelerators have waited for so far; see :meth:`SandboxPool.idle`."""
+        return self._run(partial(_now, self._pool.idle))
+
     def statistics(self) -> PoolStatistics:
         """Return what the pool holds at this instant; see :meth:`SandboxClient.statistics`."""
-
-        async def ask() -> PoolStatistics:
-            return self._pool.statistics()
-
-        return self._run(ask)
+        return self._run(partial(_now, self._pool.statistics))
 
     def _open(self) -> _Opened:
         with self._lock:
@@ -228,6 +251,31 @@ class BlockingPool:
     def __repr__(self) -> str:
         state = "closed" if self._closed else "open" if self._opened is not None else "not open"
         return f"<BlockingPool [{state}] of {self._pool!r}>"
+
+
+class BlockingAnnounced:
+    """Rollouts that were announced; see :class:`~agentsandbox.client.Announced`."""
+
+    def __init__(self, pool: BlockingPool, announced: Announced) -> None:
+        self._pool = pool
+        self._announced = announced
+
+    @property
+    def left(self) -> dict[str, int]:
+        """Image → how many of its rollouts have no sandbox yet."""
+        return self._pool._run(partial(_now, dict, self._announced.left))  # noqa: SLF001
+
+    def withdraw(self) -> None:
+        """Expect the rest of them no longer. Idempotent."""
+        self._pool._run(partial(_now, self._announced.withdraw))  # noqa: SLF001
+
+    def __repr__(self) -> str:
+        return f"<Blocking{repr(self._announced)[1:]}"
+
+
+async def _now(function: Callable[..., T], *arguments: Any) -> T:
+    """Call something that does not wait, in the loop's thread."""
+    return function(*arguments)
 
 
 class BlockingLease:
@@ -284,6 +332,26 @@ class BlockingLease:
     def download_dir(self, source: str, target: Path, **options: Any) -> None:
         """Copy a directory out of the sandbox; see :meth:`Lease.download_dir`."""
         self._pool._run(partial(self._lease.download_dir, source, target, **options))  # noqa: SLF001
+
+    def diff(self, **options: Any) -> Diff:
+        """Say what changed in the sandbox; see :meth:`Lease.diff`."""
+        return self._pool._run(partial(self._lease.diff, **options))  # noqa: SLF001
+
+    def checkpoint(self, store: Any = None, **options: Any) -> Checkpoint:
+        """Keep what the sandbox holds; see :meth:`Lease.checkpoint`."""
+        return self._pool._run(partial(self._lease.checkpoint, store, **options))  # noqa: SLF001
+
+    def restore(self, checkpoint: Checkpoint | str, store: Any = None) -> Checkpoint:
+        """Make the sandbox hold what a checkpoint does; see :meth:`Lease.restore`."""
+        return self._pool._run(partial(self._lease.restore, checkpoint, store))  # noqa: SLF001
+
+    def use_secrets(self, secrets: Mapping[str, str]) -> None:
+        """Give credentials to every later command; see :meth:`Lease.use_secrets`."""
+        self._lease.use_secrets(secrets)
+
+    def place_secret(self, value: str, **options: Any) -> str:
+        """Put a credential into a file of the sandbox; see :meth:`Lease.place_secret`."""
+        return self._pool._run(partial(self._lease.place_secret, value, **options))  # noqa: SLF001
 
     def alive(self) -> bool:
         """Say whether the sandbox is still the one that was granted; see :meth:`Lease.alive`."""

@@ -15,7 +15,8 @@ Everything that can go wrong, in one tree, and the one place that judges it.
     │   │   └─ WorkingDirectoryNotFound (FileNotFoundError)
     │   ├─ CommandFailed                      ``check=True`` and the exit code is not 0
     │   ├─ CommandTimeout (TimeoutError)      killed, verified dead; carries the partial output
-    │   └─ OutputLimitExceeded                ``require_complete=True`` and the output did not fit
+    │   ├─ OutputLimitExceeded                ``require_complete=True`` and the output did not fit
+    │   └─ ContentTooLarge                    a file, or all that changed, is over the limit of a diff or checkpoint
     ├─ RewardError                            no valid reward can come of this attempt
     │   ├─ InvalidReward                      the rollout returned no finite number
     │   ├─ InvalidTask                        the task passes before it is solved, …
@@ -23,6 +24,7 @@ Everything that can go wrong, in one tree, and the one place that judges it.
     ├─ ResetError
     │   ├─ ResetFailed                        no rung could be applied
     │   └─ ResetUnverified                    a rung was applied, and its effect could not be shown
+    ├─ CheckpointError                        there is no such checkpoint, it is damaged, or it cannot be written
     ├─ BatchFailed                            too many failures in one batch; carries every record
     ├─ JournalError                           the journal cannot be read or written; carries what it could not take
     └─ InfrastructureError                    nobody's fault who writes tasks; retryable
@@ -50,10 +52,11 @@ Operations on files raise Python's own :exc:`FileNotFoundError`, :exc:`Permissio
 
 from __future__ import annotations
 
-from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
 import attrs
+
+from agentsandbox._kinds import Blame, FailureKind, Phase
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
@@ -63,6 +66,7 @@ __all__ = [
     "ApiUnavailable",
     "BatchFailed",
     "Blame",
+    "CheckpointError",
     "CommandError",
     "CommandFailed",
     "CommandNotExecutable",
@@ -70,6 +74,7 @@ __all__ = [
     "CommandTimeout",
     "ConfigurationError",
     "Conflict",
+    "ContentTooLarge",
     "ControlPlaneError",
     "EpisodeTimeout",
     "EvidenceMissing",
@@ -109,53 +114,8 @@ _LONGEST_MESSAGE = 4000
 """Characters of an error that go into a verdict: some errors carry a whole log, and every record is kept."""
 
 
-class FailureKind(StrEnum):
-    """What happened. Stable: journals, reports and trainers' retry rules name these."""
-
-    CONFIGURATION = "configuration"
-    USAGE = "usage"
-    COMMAND = "command"
-    COMMAND_TIMEOUT = "command_timeout"
-    OUTPUT_LIMIT = "output_limit"
-    ROLLOUT_RAISED = "rollout_raised"
-    INVALID_REWARD = "invalid_reward"
-    INVALID_TASK = "invalid_task"
-    EVIDENCE_MISSING = "evidence_missing"
-    RESET = "reset"
-    ACQUIRE_TIMEOUT = "acquire_timeout"
-    EPISODE_TIMEOUT = "timed_out"
-    POOL_CLOSED = "pool_closed"
-    PROVISION = "provision"
-    IMAGE_PULL = "image_pull"
-    UNSCHEDULABLE = "unschedulable"
-    QUOTA = "quota"
-    SANDBOX_LOST = "sandbox_lost"
-    STREAM_BROKEN = "stream_broken"
-    CONTROL_PLANE = "control_plane"
-    PROTOCOL = "protocol"
-    CANCELLED = "cancelled"
-    INTERRUPTED = "interrupted"
-    JOURNAL = "journal"
-
-
-class Blame(StrEnum):
-    """Whose doing a failure is."""
-
-    TASK = "task"
-    SANDBOX = "sandbox"
-    CONTROL_PLANE = "control_plane"
-    CALLER = "caller"
-
-
-class Phase(StrEnum):
-    """Where in an attempt a failure happened."""
-
-    ACQUIRE = "acquire"
-    HYDRATE = "hydrate"
-    EXEC = "exec"
-    RESET = "reset"
-    RELEASE = "release"
-    REWARD = "reward"
+for _words in (FailureKind, Blame, Phase):
+    _words.__module__ = __name__  # where everybody knows them from
 
 
 class SandboxError(Exception):
@@ -276,6 +236,25 @@ class OutputLimitExceeded(CommandError):
         self.result = result
 
 
+class ContentTooLarge(CommandError):
+    """
+    What a diff or a checkpoint would have to hold is over its limit.
+
+    Args:
+        path: The file that it is about.
+        size: Its size, in bytes.
+        reason: Which limit it is.
+
+    """
+
+    kind = FailureKind.OUTPUT_LIMIT
+
+    def __init__(self, path: str, size: int, reason: str = "") -> None:
+        super().__init__(f"{path!r} with {size} bytes: {reason or 'too large'}")
+        self.path = path
+        self.size = size
+
+
 class RewardError(SandboxError):
     """No valid reward can come of this attempt. Absent is not zero."""
 
@@ -314,6 +293,13 @@ class ResetFailed(ResetError):
 
 class ResetUnverified(ResetError):
     """A rung was applied, and its effect could not be shown."""
+
+
+class CheckpointError(SandboxError):
+    """There is no such checkpoint, it is damaged, or it cannot be written. Nothing was changed in the sandbox."""
+
+    kind = FailureKind.CHECKPOINT
+    blame = Blame.CALLER
 
 
 class InfrastructureError(SandboxError):

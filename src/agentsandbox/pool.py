@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import AsyncGenerator, Collection, Iterable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -14,9 +14,14 @@ import anyio
 import attrs
 
 from agentsandbox.backends.local.leftovers import started
-from agentsandbox.client import SandboxClient
+from agentsandbox.client import CheckpointStore, SandboxClient
+from agentsandbox.client.checkpoints import as_store
+from agentsandbox.client.pool_client import listed
 from agentsandbox.errors import ConfigurationError, UsageError
+from agentsandbox.metrics.idle import IdleMeter, IdleReport
 from agentsandbox.models.episode import Episode, RolloutResult, check_batch
+from agentsandbox.rollouts.admission import Admission
+from agentsandbox.rollouts.continuing import check_restore
 from agentsandbox.rollouts.gather import check_limits, gather_rollouts
 from agentsandbox.rollouts.journal import Journal
 from agentsandbox.rollouts.leftovers import reap
@@ -27,7 +32,8 @@ if TYPE_CHECKING:
     from anyio.abc import TaskGroup
 
     from agentsandbox.backends.base import Backend
-    from agentsandbox.client import Lease
+    from agentsandbox.client import Announced, Lease
+    from agentsandbox.models.changes import Checkpoint
     from agentsandbox.models.command import ExecResult
     from agentsandbox.models.events import EventSink
     from agentsandbox.models.reset import ResetReport
@@ -41,7 +47,7 @@ __all__ = ["SandboxPool"]
 @attrs.frozen(kw_only=True)
 class _Settings:
     rollout: RolloutFunction | None
-    parallelism: int
+    parallelism: int | None
     max_attempts: int
     retry_timeouts: bool
     deadline: float | None
@@ -61,9 +67,11 @@ class SandboxPool(anyio.AsyncContextManagerMixin):
 
     Args:
         backend: Where sandboxes come from: a name such as ``"local"``, or a backend object.
-        images: Image to how many sandboxes of it may be leased at once; names alone mean one of each.
+        images: Image to how many sandboxes of it may be leased at once; names alone mean one of each. Others may be
+            announced later: see :meth:`announce`.
         rollout: The async function that runs an episode; see :func:`~agentsandbox.gather_rollouts`.
-        parallelism: How many episodes run at the same time; ``None`` is as many as may be leased at once.
+        parallelism: How many episodes run at the same time; ``None`` is as many as may be leased at once when a batch
+            begins.
         max_attempts: How often an episode is tried when infrastructure fails it.
         retry_timeouts: Whether an attempt that took longer than its own time limit is tried again, too.
         deadline: Seconds for a whole batch; ``None`` is no limit.
@@ -77,8 +85,12 @@ class SandboxPool(anyio.AsyncContextManagerMixin):
         journal: File in which every step is written before it is taken, so that a driver that was killed can go on.
         resume: Whether to go on with a journal that exists: finished records are returned, the rest runs again, and
             what the dead driver left behind is removed.
+        devices: Accelerators that wait while no training step runs; see :meth:`training_step`.
+        ready_first: Whether an episode whose sandbox is ready goes before those whose sandbox is still on its way. The
+            records stay in input order.
         sink: Takes the events of the client and of the rollouts.
-        client: Options of :class:`~agentsandbox.SandboxClient`: ``spares``, ``max_sandboxes``, ``acquire_timeout``, …
+        client: Options of :class:`~agentsandbox.SandboxClient`: ``spares``, ``max_sandboxes``, ``acquire_timeout``,
+            ``reset``, ``baseline``, ``checkpoints``, …
 
     Raises:
         ConfigurationError: If a setting cannot work. Nothing has been created then.
@@ -90,7 +102,7 @@ class SandboxPool(anyio.AsyncContextManagerMixin):
         self,
         backend: str | Backend = "local",
         *,
-        images: Mapping[str, int] | Iterable[str],
+        images: Mapping[str, int] | Iterable[str] = (),
         rollout: RolloutFunction | None = None,
         parallelism: int | None = None,
         max_attempts: int = 2,
@@ -103,6 +115,8 @@ class SandboxPool(anyio.AsyncContextManagerMixin):
         hedge: HedgePolicy | None = None,
         journal: Journal | Path | str | None = None,
         resume: bool = False,
+        devices: int = 1,
+        ready_first: bool = False,
         sink: EventSink | Iterable[EventSink] = (),
         **client: Any,
     ) -> None:
@@ -121,18 +135,21 @@ class SandboxPool(anyio.AsyncContextManagerMixin):
             raise ConfigurationError("there is nothing to resume without a journal; give journal='run.journal', too")
         if rollout is not None:
             check_rollout(rollout)
-        self._sinks: tuple[EventSink, ...] = (sink,) if callable(sink) else tuple(sink)
+        self._idle = IdleMeter(devices=devices)
+        self._sinks: tuple[EventSink, ...] = (*((sink,) if callable(sink) else sink), self._idle)
         self.journal = journal if journal is None or isinstance(journal, Journal) else Journal(journal, resume=resume)
         """Where every step is written, if anywhere."""
         noting = () if self.journal is None else (self.journal.note,)
-        self._client = SandboxClient(backend, images=images, sink=(*self._sinks, *noting), **client)
-        most = sum(self._client.images.values())
-        cap = client.get("max_sandboxes")
+        self._admission = Admission() if ready_first else None
+        admitting = () if self._admission is None else (self._admission,)
+        self._client = SandboxClient(backend, images=images, sink=(*self._sinks, *noting, *admitting), **client)
+        self._cap: int | None = client.get("max_sandboxes")
+        check_life(self._client.backend, episode_timeout)
         if hedge is not None and "burst" not in client:
-            self._client.burst = math.ceil(hedge.budget * most)
+            self._client.burst = math.ceil(hedge.budget * self._most)
         self._settings = _Settings(
             rollout=rollout,
-            parallelism=parallelism or (most if cap is None else min(most, cap)),
+            parallelism=parallelism,
             max_attempts=max_attempts,
             retry_timeouts=retry_timeouts,
             deadline=deadline,
@@ -189,7 +206,32 @@ class SandboxPool(anyio.AsyncContextManagerMixin):
     @property
     def parallelism(self) -> int:
         """How many episodes of a batch run at the same time when a call says nothing else."""
-        return self._settings.parallelism
+        most = self._most if self._cap is None else min(self._most, self._cap)
+        return self._settings.parallelism or most
+
+    @property
+    def _most(self) -> int:
+        """How many sandboxes may be leased at once; as far as is known before anything is announced."""
+        return sum(self._client.images.values()) or self._cap or 1
+
+    def announce(self, batch: Iterable[Episode] | Mapping[str, int]) -> Announced:
+        """
+        Tell which batch comes next, so that its sandboxes are ready when it begins; see :meth:`SandboxClient.announce`.
+
+        Announce a batch while the one before it runs. :meth:`rollout` knows what was announced of its own batch.
+
+        Args:
+            batch: The episodes in the order in which they will run, or image to how many rollouts of it.
+
+        Returns:
+            What was announced; to look at what is left of it, and to withdraw it.
+
+        Raises:
+            ConfigurationError: If it is neither of the two.
+            UsageError: If the pool is not open.
+
+        """
+        return self._client.announce(batch)
 
     async def rollout(
         self,
@@ -197,6 +239,8 @@ class SandboxPool(anyio.AsyncContextManagerMixin):
         *,
         rollout: RolloutFunction | None = None,
         batch_id: str | None = None,
+        restore: Mapping[str, Checkpoint | str] | None = None,
+        checkpoints: CheckpointStore | str | os.PathLike[str] | None = None,
         **overrides: Any,
     ) -> RolloutResult:
         """
@@ -207,6 +251,9 @@ class SandboxPool(anyio.AsyncContextManagerMixin):
             rollout: The async function that runs an episode; ``None`` is the pool's.
             batch_id: What the batch is called in the journal, such as ``"step-49"``; without it a resumed batch is
                 recognised by its content.
+            restore: Episode id → the checkpoint, or its id, that each attempt of it goes on from: its sandbox holds it
+                before the rollout function is called. Its record says so.
+            checkpoints: Where those are kept; ``None`` is the pool's ``checkpoints``.
             overrides: Settings of the pool that differ for this batch: ``parallelism``, ``max_attempts``,
                 ``retry_timeouts``, ``deadline``, ``episode_timeout``, ``failure_threshold``, ``output``,
                 ``task_faults``, ``hedge``.
@@ -218,11 +265,12 @@ class SandboxPool(anyio.AsyncContextManagerMixin):
             ConfigurationError: If the input cannot work: an unknown image, an id that appears twice, a rollout function
                 that is not async.
             BatchFailed: If more than ``failure_threshold`` failed; it carries every record.
+            CheckpointError: If a checkpoint to go on from is missing or damaged. Nothing has been started then.
             JournalError: If the journal cannot be written; it carries the records that were made.
             UsageError: If the pool is not open.
 
         """
-        settings = attrs.asdict(self._settings, recurse=False)
+        settings = {**attrs.asdict(self._settings, recurse=False), "parallelism": self.parallelism}
         unknown = set(overrides) - set(settings)
         if unknown:
             raise TypeError(f"rollout() has no setting {', '.join(sorted(unknown))}; it has {', '.join(settings)}")
@@ -237,26 +285,53 @@ class SandboxPool(anyio.AsyncContextManagerMixin):
             if episode.image not in self._client.images:
                 raise ConfigurationError(
                     f"episode {episode.id!r} needs image {episode.image!r}, and the pool has "
-                    f"{', '.join(map(repr, self._client.images))}; add it to images="
+                    f"{listed(self._client.images)}; add it to images=, or announce() the batch"
                 )
+        check_life(self._client.backend, settings["episode_timeout"])
         if self._stragglers is None:
             raise UsageError("the pool is not open; use 'async with SandboxPool(...) as pool:'")
+        store = None
+        if restore:
+            check_restore(restore, episodes)
+            store = as_store(checkpoints if checkpoints is not None else self._client.checkpoints)
+            for id in {one if isinstance(one, str) else one.id for one in restore.values()}:
+                await store.load(id)
         self._running += 1
+        announced = self._client.announce(episodes, begins=True)
+        self._idle.begin_batch({episode.id: episode.image for episode in episodes}, anyio.current_time())
         try:
             return await gather_rollouts(
                 self._client,
                 episodes,
                 function,
-                limits=self._client.images,
+                limits={episode.image: self._client.images[episode.image] for episode in episodes},
                 sink=self._sinks,
                 stragglers=self._stragglers,
                 journal=self.journal,
+                admission=self._admission,
                 batch_id=batch_id,
+                restore=restore,
+                checkpoints=store,
                 **settings,
             )
         finally:
+            announced.withdraw()
+            self._idle.end_batch(anyio.current_time())
             self._running -= 1
             self._batches += 1
+
+    @contextmanager
+    def training_step(self) -> Iterator[None]:
+        """Mark what is done within as work of the accelerators; all other time is accounted for by :meth:`idle`."""
+        self._idle.begin_step(anyio.current_time())
+        try:
+            yield
+        finally:
+            self._idle.end_step(anyio.current_time())
+
+    def idle(self) -> IdleReport:
+        """Return what the accelerators have waited for so far, by cause; busy and idle add up to the wall time."""
+        return self._idle.report(anyio.current_time())
 
     async def acquire(self, image: str, **options: Any) -> Lease:
         """Wait for a sandbox of *image*; see :meth:`SandboxClient.acquire`."""
@@ -281,3 +356,13 @@ class SandboxPool(anyio.AsyncContextManagerMixin):
     def __repr__(self) -> str:
         state = "open" if self._stragglers is not None else "closed"
         return f"<SandboxPool [{state} | {self._running} batches running, {self._batches} done | {self._client!r}]>"
+
+
+def check_life(backend: Backend, episode_timeout: float | None) -> None:
+    """Refuse episodes that their sandboxes would not outlive."""
+    life = backend.guaranteed_life
+    if episode_timeout is not None and life is not None and episode_timeout > life:
+        raise ConfigurationError(
+            f"episode_timeout is {episode_timeout:g} s, and a sandbox of backend {backend.name!r} lives {life:g} s "
+            "from its lease on: give the backend longer (stages=, lifetime=)"
+        )

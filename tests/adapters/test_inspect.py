@@ -140,12 +140,29 @@ async def test_bad_configuration_is_named(tmp_path: Path) -> None:
         await AgentSandboxEnvironment.task_init("test", str(file))
     with pytest.raises(ConfigurationError, match="no-such-backend"):
         await AgentSandboxEnvironment.task_init("test", AgentSandboxConfig(backend="no-such-backend"))
+    with pytest.raises(ConfigurationError, match="no_such_option"):
+        options = {"no_such_option": 1}
+        await AgentSandboxEnvironment.task_init("test", AgentSandboxConfig(backend_options=options))
     file.write_text("size: 3\nenv: {A: b}\n")
     await AgentSandboxEnvironment.task_init("test", str(file))
     environments = await AgentSandboxEnvironment.sample_init("test", str(file), {})
     assert (await environments["default"].exec(["printenv", "A"])).stdout == "b\n"
     await AgentSandboxEnvironment.sample_cleanup("test", str(file), environments, False)
     await AgentSandboxEnvironment.task_cleanup("test", str(file), True)
+
+
+async def test_backend_options_reach_the_backend(tmp_path: Path) -> None:
+    """The options of a backend come from the configuration, and those that differ make a pool of their own."""
+    file = tmp_path / "agentsandbox.yaml"
+    file.write_text("size: 1\nbackend_options: {open_files: 100}\n")
+    other = AgentSandboxConfig(size=1, backend_options={"open_files": 200})
+    for config, limit in ((str(file), "100\n"), (other, "200\n")):
+        await AgentSandboxEnvironment.task_init("test", config)
+        environments = await AgentSandboxEnvironment.sample_init("test", config, {})
+        assert (await environments["default"].exec(["sh", "-c", "ulimit -n"])).stdout == limit
+        await AgentSandboxEnvironment.sample_cleanup("test", config, environments, False)
+    for config in (str(file), other):
+        await AgentSandboxEnvironment.task_cleanup("test", config, True)
 
 
 @solver

@@ -241,6 +241,22 @@ def test_doctor_says_what_an_image_gives(start_cluster, invoke) -> None:
     assert names(cluster, "pods", "rl") == []
 
 
+def test_doctor_says_whether_a_network_policy_is_enforced(start_cluster, invoke) -> None:
+    """It makes one, tries it, tells what was seen, and leaves nothing; for other backends there is no such thing."""
+    cluster = start_cluster(process="echo-runner", network="enforcing")
+
+    words = ("doctor", "--image", "python:3.12-alpine", "--user", "1000", "--deny-network")
+    code, text = invoke(*words, "--backend", "kubernetes", "--json")
+    local = invoke(*words[:1], "--deny-network")
+
+    checks = {check["name"]: check for check in json.loads(text)["checks"]}
+    assert code == 0
+    assert "network policy enforced: a connection" in checks["image python:3.12-alpine"]["detail"]
+    assert checks["permission networkpolicies"]["ok"] is True
+    assert names(cluster, "pods", "rl") == names(cluster, "networkpolicies", "rl") == []
+    assert (local[0], "--deny-network is for clusters" in local[1]) == (2, True), local[1]
+
+
 def test_thousands_of_pods_do_not_mean_thousands_of_receipts(tmp_path, monkeypatch) -> None:
     """The first ones are noted at once, later ones together, and the last word has them all."""
     written = []

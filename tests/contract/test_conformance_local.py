@@ -5,11 +5,14 @@ from __future__ import annotations
 
 import os
 import re
+from pathlib import Path
 
 import pytest
 
 from agentsandbox.client import SandboxClient
+from agentsandbox.models.sandbox import ExecLevel
 from agentsandbox.testing import conformance
+from agentsandbox.testing.subject import LACKING, Need
 
 pytestmark = pytest.mark.anyio
 
@@ -56,3 +59,15 @@ async def test_run_all_collects_failures() -> None:
         (failure,) = caught.value.exceptions
         assert isinstance(failure, AssertionError)
         assert failure.__notes__ == ["check_bad: Never hold."]
+
+
+def test_the_documentation_says_what_no_level_can() -> None:
+    """The page on exec levels has one row for whatever a level cannot do, and says of each level whether it can."""
+    page = Path(__file__).parents[2] / "docs" / "topics" / "exec-levels.md"
+    table = page.read_text(encoding="utf-8").partition("| what a rule is about |")[2].partition("\n\n")[0]
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines()[2:]]
+
+    for level, column in ((ExecLevel.SHELL, 1), (ExecLevel.DIRECT, 2)):
+        said = {row[0]: row[column].startswith("no") for row in rows}
+        assert said == {str(need): need in LACKING[level] for need in Need}
+    assert not LACKING[ExecLevel.RUNNER]

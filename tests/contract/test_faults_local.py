@@ -8,7 +8,7 @@ import pytest
 
 from agentsandbox.backends.opening import open_backend
 from agentsandbox.client import SandboxClient
-from agentsandbox.errors import ProvisionError, SandboxLost, UsageError
+from agentsandbox.errors import ProvisionError, SandboxLost, StreamBroken, UsageError
 from agentsandbox.models.episode import Episode, Status
 from agentsandbox.pool import SandboxPool
 from agentsandbox.testing.faults import FaultyBackend
@@ -76,3 +76,38 @@ async def test_failing_creates_are_replaced() -> None:
         with anyio.fail_after(30):
             async with await client.acquire("host") as lease:
                 assert (await lease.exec(["true"])).ok
+
+
+async def test_a_cut_stream_is_a_lost_sandbox_and_no_result() -> None:
+    """Where nobody can attach again, the command under way has no result, and neither has any other."""
+    backend = faulty()
+    async with (
+        SandboxClient(backend, images={"host": 1}, spares=0) as client,
+        await client.acquire("host") as lease,
+    ):
+        assert backend.alive == (lease.sandbox,)
+
+        async with anyio.create_task_group() as group:
+
+            async def cut(_: str, data: bytes) -> None:
+                assert data == b"there\n"
+                group.start_soon(backend.cut, lease.sandbox)
+
+            with pytest.raises(StreamBroken, match="stream_ended") as caught:
+                await lease.exec("echo there; sleep 60", on_output=cut)
+        assert caught.value.stdout == b"there\n"
+        with pytest.raises(SandboxLost):
+            await lease.exec("true")
+    assert backend.alive == ()
+    with pytest.raises(UsageError, match="no sandbox named"):
+        await backend.cut(lease.sandbox)
+
+
+async def test_a_journal_knows_whose_the_sandboxes_of_a_faulty_backend_are() -> None:
+    """The driver that comes after a killed one finds what the inner backend made, by the inner backend's name."""
+    backend = faulty()
+    receipt = {"backend": backend.name, "run_id": backend.run_id, "created": (), "driver": {}, "ended": False}
+
+    assert backend.name == "local"
+    assert backend.receipt() == {}
+    assert await FaultyBackend.remove_leftovers(receipt) == []

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import AsyncIterator
 
 import pytest
@@ -16,29 +17,43 @@ from agentsandbox.testing.cluster import FakeCluster
 
 pytestmark = pytest.mark.anyio
 
-CONFIG = AgentSandboxConfig(backend="kubernetes", size=2)
+CONFIG = AgentSandboxConfig(
+    backend="kubernetes",
+    size=2,
+    user="sandbox",
+    backend_options={
+        "user": 0,
+        "run_as_root": True,
+        "capabilities": ["CHOWN", "DAC_OVERRIDE", "FOWNER", "KILL", "SETGID", "SETUID"],
+    },
+)
+"""One of the checks makes a user, and runs commands as that one and as root."""
 
 
 @pytest.fixture(scope="module")
-def anyio_backend():
+def anyio_backend() -> str:
     """Kubernetes backends are asyncio's."""
     return "asyncio"
 
 
 @pytest.fixture(scope="module")
-async def cluster(tmp_path_factory, anyio_backend) -> AsyncIterator[FakeCluster]:
-    """A cluster that the environment names."""
-    async with FakeCluster(images={"host": "host"}) as found:
+async def pool(tmp_path_factory: pytest.TempPathFactory, anyio_backend: str) -> AsyncIterator[None]:
+    """Keep the pool open that all checks share, on a cluster that the environment names."""
+    async with FakeCluster(images={"host": "host"}) as cluster:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setenv("KUBECONFIG", found.kubeconfig(tmp_path_factory.mktemp("cluster")))
-            yield found
+            patch.setenv("KUBECONFIG", cluster.kubeconfig(tmp_path_factory.mktemp("cluster")))
+            await AgentSandboxEnvironment.task_init("all", CONFIG)
+            try:
+                yield
+            finally:
+                await AgentSandboxEnvironment.task_cleanup("all", CONFIG, True)
 
 
 @pytest.fixture
-async def sandbox_env(request: pytest.FixtureRequest, cluster: FakeCluster) -> AsyncIterator[AgentSandboxEnvironment]:
+async def sandbox_env(request: pytest.FixtureRequest, pool: None) -> AsyncIterator[AgentSandboxEnvironment]:
     """Lease a sandbox as Inspect does."""
-    if request.node.originalname == "test_exec_as_user":
-        request.node.add_marker(pytest.mark.xfail(reason="a Pod without root can run no second user"))
+    if os.getuid() and request.node.originalname == "test_exec_as_user":
+        request.node.add_marker(pytest.mark.xfail(reason="an unprivileged id map can run no second user"))
     await AgentSandboxEnvironment.task_init("test", CONFIG)
     try:
         environments = await AgentSandboxEnvironment.sample_init("test", CONFIG, {})

@@ -3,63 +3,23 @@
 
 from __future__ import annotations
 
-import tomllib
-from contextlib import AsyncExitStack
-from pathlib import Path
-
 import anyio
-import attrs
 import pytest
 
 from agentsandbox import SandboxClient
 from agentsandbox.backends.local import LocalBackend
 from agentsandbox.backends.local.backend import Unconfined
-from agentsandbox.models.command import Command
 from agentsandbox.models.reset import RUNGS as RUNG_NAMES
 from agentsandbox.models.reset import ResetPolicy
 from agentsandbox.testing.determinism import check_reuse
 
+from ..residues.harness import PLANTS, RUNGS, Hydrated, chosen, leave, opened  # noqa: TID252 - one copy
+
 pytestmark = [pytest.mark.anyio, pytest.mark.timeout(120)]
 
-CORPUS = Path(__file__).parent.parent / "residues"
-SETUP = (CORPUS / "setup.sh").read_text()
-RUNGS = {"jail": ("jail",), "files": ("files", "replace"), "replace": ("replace",)}
 
-
-@attrs.frozen
-class Plant:
-    """One residue of the corpus."""
-
-    kind: str
-    id: str
-    plant: str
-    probe: str
-    outcome: str
-    user: str | None = None
-    probe_user: str | None = None
-    pain: str = ""
-    needs: str = ""
-
-
-def corpus() -> list[Plant]:
-    found = []
-    for path in sorted(CORPUS.glob("*.toml")):
-        content = tomllib.loads(path.read_text())
-        found += [Plant(kind=content["kind"], **plant) for plant in content["plant"]]
-    return found
-
-
-PLANTS = corpus()
-
-
-class Hydrated(LocalBackend):
-    """Sandboxes in which the fixture's tree was made before anybody may use them."""
-
-    async def create(self, spec, name):
-        sandbox = await super().create(spec, name)
-        result = await sandbox.session.exec(Command(command=SETUP))
-        assert result.exit_code == 0, result.stderr
-        return sandbox
+class Sandboxes(Hydrated, LocalBackend):
+    """Local sandboxes in which the fixture's tree was made before anybody may use them."""
 
 
 @pytest.fixture(scope="module")
@@ -67,62 +27,10 @@ def anyio_backend():
     return "asyncio"
 
 
-@pytest.fixture(scope="module", params=list(RUNGS))
-async def pool(request, anyio_backend):
-    """A pool of one sandbox, another one that nobody uses, and what the pool says about its resets."""
-    events = []
-    async with AsyncExitStack() as stack:
-        used, fresh = [
-            await stack.enter_async_context(
-                SandboxClient(
-                    Hydrated(),
-                    images={"host": 1},
-                    spares=0,
-                    reset=ResetPolicy(rungs=RUNGS[request.param]),
-                    sink=lambda event: events.append(event) if event.name.startswith("sandbox.") else None,
-                )
-            )
-            for _ in range(2)
-        ]
-        reference = await stack.enter_async_context(await fresh.acquire("host"))
-        yield request.param, used, reference, events
-
-
-async def look(lease, plant):
-    result = await lease.exec(plant.probe, user=plant.probe_user, timeout=30)
-    return result.stdout
-
-
-async def leave(pool, plant):
-    """Plant in one episode, look in the next one."""
-    rung, client, reference, events = pool
-    expected = await look(reference, plant)
-    async with await client.acquire("host") as lease:
-        assert expected == await look(lease, plant)
-        planted = await lease.exec(plant.plant, user=plant.user, timeout=60)
-        if plant.needs and planted.exit_code != 0:
-            pytest.skip(f"this machine has no {plant.needs}")
-        if plant.outcome != "prevented":
-            assert planted.exit_code == 0, planted.stderr.decode()
-            assert expected != await look(lease, plant), "nothing was planted"
-        used = lease.sandbox
-        del events[:]
-    async with await client.acquire("host") as after:
-        assert expected == await look(after, plant)
-        same = after.sandbox == used
-    told = [(event.name, event.data.get("error") or event.data.get("reason")) for event in events]
-    if rung != "files":
-        assert not same
-    elif plant.outcome == "replaced":
-        assert not same
-        assert "sandbox.not_recycled" in dict(told)
-    elif plant.outcome == "restored":
-        assert same, told
-
-
-def chosen(pain):
-    plants = [plant for plant in PLANTS if plant.pain == pain]
-    return pytest.mark.parametrize("plant", plants, ids=[plant.id for plant in plants])
+@pytest.fixture(scope="module", params=["jail", "files", "replace"])
+async def place(request, anyio_backend):
+    async with opened(request.param, "host", Sandboxes(), Sandboxes()) as place:
+        yield place
 
 
 def test_the_corpus_is_large_and_named_once():
@@ -134,75 +42,75 @@ def test_the_corpus_is_large_and_named_once():
 
 
 @chosen("")
-async def test_the_next_episode_finds_nothing(pool, plant):
+async def test_the_next_episode_finds_nothing(place, plant):
     """Whatever was left, the next episode sees what a sandbox is like that nobody ever used."""
-    await leave(pool, plant)
+    await leave(place, plant)
 
 
 @chosen("P26")
-async def test_p26_content_is_compared_without_asking_the_repository(pool, plant):
+async def test_p26_content_is_compared_without_asking_the_repository(place, plant):
     """A repository that calls itself clean is compared with the manifest all the same."""
-    await leave(pool, plant)
+    await leave(place, plant)
 
 
 @chosen("P27")
-async def test_p27_the_pristine_state_cannot_be_redirected(pool, plant):
+async def test_p27_the_pristine_state_cannot_be_redirected(place, plant):
     """The metadata of a repository is content like any other."""
-    await leave(pool, plant)
+    await leave(place, plant)
 
 
 @chosen("P28")
-async def test_p28_reset_runs_nothing_of_the_previous_episode(pool, plant):
+async def test_p28_reset_runs_nothing_of_the_previous_episode(place, plant):
     """Hooks, helpers and start-up files are gone, and never ran."""
-    await leave(pool, plant)
+    await leave(place, plant)
 
 
 @chosen("P29")
-async def test_p29_no_process_survives(pool, plant):
+async def test_p29_no_process_survives(place, plant):
     """Servers and editors of the last episode are dead before the next one begins."""
-    await leave(pool, plant)
+    await leave(place, plant)
 
 
 @chosen("P30")
-async def test_p30_the_tree_has_exactly_the_paths_of_the_baseline(pool, plant):
+async def test_p30_the_tree_has_exactly_the_paths_of_the_baseline(place, plant):
     """Ignored output and nested repositories go; ignored files of the baseline stay."""
-    await leave(pool, plant)
+    await leave(place, plant)
 
 
 @chosen("P31")
-async def test_p31_a_stale_lock_does_not_stop_a_reset(pool, plant):
+async def test_p31_a_stale_lock_does_not_stop_a_reset(place, plant):
     """The file has its first content again, and the lock is gone."""
-    await leave(pool, plant)
+    await leave(place, plant)
 
 
 @chosen("P32")
-async def test_p32_configuration_of_git_is_as_it_was(pool, plant):
+async def test_p32_configuration_of_git_is_as_it_was(place, plant):
     """Nobody's trust in directories survives, and the reset adds none of its own."""
-    await leave(pool, plant)
+    await leave(place, plant)
 
 
 @chosen("P33")
-async def test_p33_what_cannot_be_deleted_is_deleted(pool, plant):
+async def test_p33_what_cannot_be_deleted_is_deleted(place, plant):
     """Read-only directories and files of other users are gone."""
-    await leave(pool, plant)
+    await leave(place, plant)
 
 
 @chosen("P34")
-async def test_p34_stray_files_outside_the_repository_are_gone(pool, plant):
+async def test_p34_stray_files_outside_the_repository_are_gone(place, plant):
     """In temporary directories, shared memory and beside the repository."""
-    await leave(pool, plant)
+    await leave(place, plant)
 
 
 @chosen("P35")
-async def test_p35_installed_packages_do_not_drift(pool, plant):
+async def test_p35_installed_packages_do_not_drift(place, plant):
     """What was installed into the scope is removed; elsewhere the sandbox is replaced."""
-    await leave(pool, plant)
+    await leave(place, plant)
 
 
 @chosen("P36")
-async def test_p36_no_zombie_stays(pool, plant):
+async def test_p36_no_zombie_stays(place, plant):
     """Two hundred dead children are reaped before the next episode begins."""
-    await leave(pool, plant)
+    await leave(place, plant)
 
 
 async def test_the_same_episode_has_the_same_fingerprint_in_a_used_sandbox(anyio_backend):
@@ -220,7 +128,7 @@ async def test_the_same_episode_has_the_same_fingerprint_in_a_used_sandbox(anyio
         await sandbox.exec("rm -rf repo/.git repo/src; echo x > repo/f.py; echo y > /tmp/y; setsid sleep 60 & true")
 
     policy = ResetPolicy(rungs=RUNGS["files"])
-    async with SandboxClient(Hydrated(), images={"host": 1}, spares=0, reset=policy) as client:
+    async with SandboxClient(Sandboxes(), images={"host": 1}, spares=0, reset=policy) as client:
         result = await check_reuse(client, "host", episode, between=wrecker, runs=4)
 
     assert (True, 4, 3, ()) == (result.ok, result.runs, result.reused, result.differences)
@@ -229,7 +137,7 @@ async def test_the_same_episode_has_the_same_fingerprint_in_a_used_sandbox(anyio
 async def test_the_next_lease_does_not_wait_for_a_reset(anyio_backend):
     """With a spare it is granted at once, from another sandbox."""
     policy = ResetPolicy(rungs=RUNGS["files"])
-    async with SandboxClient(Hydrated(), images={"host": 1}, spares=1, reset=policy) as client:
+    async with SandboxClient(Sandboxes(), images={"host": 1}, spares=1, reset=policy) as client:
         first = await client.acquire("host")
         while client.statistics().ready < 1:  # noqa: ASYNC110 - as long as an episode takes
             await anyio.sleep(0.01)

@@ -4,8 +4,9 @@ Tests against a real cluster, named by environment variables; without them they 
 
 ``AGENTSANDBOX_E2E_CONTEXT`` a kubeconfig context, ``AGENTSANDBOX_E2E_IMAGE`` an image with a shell and Python 3.7 or
 later, ``AGENTSANDBOX_E2E_NAMESPACE`` where to work (``default``), ``AGENTSANDBOX_E2E_IMAGE_2`` a second such image,
-``AGENTSANDBOX_E2E_NO_PYTHON`` an image with a shell only, ``AGENTSANDBOX_E2E_APISERVER_RESTART`` a command that stops
-the API server, waits five seconds and starts it again.
+``AGENTSANDBOX_E2E_IMAGES`` 16 such images with commas between them, ``AGENTSANDBOX_E2E_NO_PYTHON`` an image with a
+shell only, ``AGENTSANDBOX_E2E_APISERVER_RESTART`` a command that stops the API server, waits five seconds and starts it
+again.
 """
 
 from __future__ import annotations
@@ -69,6 +70,12 @@ def image():
 def second_image():
     """Name another image with Python."""
     return variable("AGENTSANDBOX_E2E_IMAGE_2")
+
+
+@pytest.fixture
+def images():
+    """Name many images with Python."""
+    return variable("AGENTSANDBOX_E2E_IMAGES").split(",")
 
 
 @pytest.fixture

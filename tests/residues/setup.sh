@@ -10,7 +10,7 @@ cat > ~/.gitconfig <<'G'
 G
 echo 'export FROM_BASHRC=1' > ~/.bashrc
 mkdir -p -m 700 ~/.ssh
-git init -q repo
+mkdir repo
 cd repo
 mkdir -p src tests build .venv/bin .venv/lib/site-packages empty readonly
 printf 'def answer():\n    return 42\n' > f.py
@@ -27,8 +27,11 @@ chmod 555 readonly
 ln -s f.py link.py
 printf 'shared\n' > hard1
 ln hard1 hard2
-git add f.py g.py src .gitignore link.py
-git -c commit.gpgsign=false commit -qm base
+if command -v git > /dev/null; then
+    git init -q
+    git add f.py g.py src .gitignore link.py
+    git -c commit.gpgsign=false commit -qm base
+fi
 printf 'private\n' > secret.txt
 chmod 600 secret.txt
 python3 - <<'P'

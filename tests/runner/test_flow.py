@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import contextlib
 import signal
+import sys
 from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,8 +12,10 @@ import pytest
 
 from agentsandbox.protocol import frames
 
+from .conftest import Driver
+
 if TYPE_CHECKING:
-    from .conftest import Driver
+    from collections.abc import Iterator
 
 MIB = 1024 * 1024
 
@@ -359,3 +362,54 @@ def test_many_commands_at_once(driver: Driver) -> None:
 
     assert codes == numbers
     assert outputs == {number: b"%d\n" % i for number, i in numbers.items()}
+
+
+@pytest.fixture
+def resting(tmp_path: Path) -> Iterator[Driver]:
+    """A runner that would not read on for a minute after a few bytes of output."""
+    patient = "import agentsandbox.protocol.runner.commands as c; c.REST = 60.0"
+    with Driver(sys.executable, tmp_path, between=patient) as driver:
+        yield driver
+
+
+def test_lines_written_one_by_one_come_together(driver: Driver) -> None:
+    """What a command writes in many small pieces takes a few frames: each costs everybody on the way."""
+    number = driver.started(script="for i in $(seq 200); do echo $i; done")
+    pieces = []
+    while (frame := driver.receive()).type != frames.EXIT:
+        pieces.append(frame.payload)
+
+    assert b"".join(b"%d\n" % number for number in range(1, 201)) == b"".join(pieces)
+    assert len(pieces) <= 3 + frames.load(frame.payload)["wall"] / 0.004
+    assert frame.command == number
+
+
+def test_the_end_of_a_command_waits_for_nothing(resting: Driver) -> None:
+    """What was written since the last frame arrives with the end, in order."""
+    result = resting.run(script="echo 1; echo 2; sleep 0.2; echo 3; echo 4 >&2")
+
+    assert (b"1\n2\n3\n", b"4\n") == (result.stdout, result.stderr)
+
+
+def test_an_answer_is_not_kept_waiting(resting: Driver) -> None:
+    """Whoever sends a line gets the answer at once, each time."""
+    number = resting.started(argv=["cat"], stdin=True)
+    for line in (b"one\n", b"two\n", b"three\n"):
+        resting.send(frames.STDIN, number, line)
+        assert (frames.STDOUT, line) == (resting.receive().type, line)
+    resting.send(frames.STDIN_END, number)
+    assert resting.receive().type == frames.EXIT
+
+
+def test_large_output_does_not_rest(resting: Driver) -> None:
+    """Pieces of some size are read one after the other."""
+    result = resting.run(script="for i in 1 2 3 4 5; do printf '%5000d' $i; sleep 0.05; done; sleep 0.1")
+
+    assert 25_000 == len(result.stdout)
+
+
+def test_a_limit_on_silence_counts_what_waits(resting: Driver) -> None:
+    """A command that writes while nobody reads is not silent."""
+    result = resting.run(script="for i in $(seq 30); do echo $i; sleep 0.02; done", no_output_timeout=0.3)
+
+    assert (None, 30) == (result.exit["limit"], len(result.stdout.splitlines()))

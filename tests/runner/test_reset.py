@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
 import sys
@@ -11,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+from agentsandbox.protocol.runner import ports, scan, surroundings
 
 from .conftest import Driver
 
@@ -169,3 +172,67 @@ def test_an_episode_cannot_reach_what_the_runner_keeps(pod, place):
 
     assert b"alive\n" == result.stdout
     assert 2 == result.stderr.count(b"ermission denied")
+
+
+@pytest.mark.parametrize(("now", "most", "room"), [("960", "1024", False), ("3", "1024", True), ("960", "max", True)])
+def test_p36_a_sandbox_without_processes_to_spare_is_not_used_again(
+    tmp_path: Path, now: str, most: str, room: bool
+) -> None:
+    """What counts against the limit although everything was killed makes the next episode fail to fork."""
+    (tmp_path / "pids.current").write_text(now + "\n")
+    (tmp_path / "pids.max").write_text(most + "\n")
+    if room:
+        surroundings.check_room((str(tmp_path), "/nowhere"))
+        return
+    with pytest.raises(scan.Unverifiable, match="960 of 1024 processes are in use although none is left"):
+        surroundings.check_room((str(tmp_path), "/nowhere"))
+
+
+def test_flags_are_put_back_and_no_others_with_them(pod, place):
+    """What says how a disk keeps a file is not the episode's and stays as it is."""
+    fd = os.open(place / "work/f.py", os.O_RDONLY)
+    try:
+        try:
+            before = fcntl.ioctl(fd, scan.FS_IOC_GETFLAGS, b"\0" * 4)
+        except OSError:
+            pytest.skip("this file system has no flags")
+        taken = baseline(pod, place)
+        if pod.run(script="chattr +d f.py").exit["code"] != 0:
+            pytest.skip("this machine has no chattr")
+        assert before != fcntl.ioctl(fd, scan.FS_IOC_GETFLAGS, b"\0" * 4)
+        report = reset(pod, taken)
+
+        assert (True, [str(place / "work/f.py")]) == (report["verified"], report["changed"]), report["reason"]
+        assert before == fcntl.ioctl(fd, scan.FS_IOC_GETFLAGS, b"\0" * 4)
+    finally:
+        os.close(fd)
+
+
+def test_a_directory_of_somebody_else_keeps_the_time_of_its_last_change(pod, place):
+    """As ``/tmp`` where nobody is root: what was made in it goes, and only its owner could set its time."""
+    shared = place / "work/shared"
+    shared.mkdir()
+    shared.chmod(0o1777)
+    taken = baseline(pod, place)
+    for _ in range(2):
+        assert 0 == pod.run(script="echo x > shared/new; mkdir shared/d").exit["code"]
+        report = reset(pod, taken)
+
+        assert (True, ["d", "new"]) == (report["verified"], sorted(map(os.path.basename, report["changed"])))
+        assert [] == os.listdir(shared)
+        taken["stamps"] = report["stamps"]
+
+
+@pytest.mark.parametrize(
+    ("words", "address"),
+    [
+        ("0100007F:223E", ("127.0.0.1", 8766)),
+        ("00000000000000000000000001000000:0050", ("::1", 80)),
+        ("0000000000000000FFFF00000100007F:1F90", ("::ffff:127.0.0.1", 8080)),
+    ],
+    ids=["v4", "v6", "mapped"],
+)
+@pytest.mark.skipif(sys.byteorder != "little", reason="written as this kernel writes them")
+def test_addresses_in_the_kernels_tables(words, address):
+    """Each word of an address is written as a number of this machine."""
+    assert address == ports._address(words)

@@ -13,10 +13,13 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from agentsandbox.errors import ImagePullFailed, PoolClosed, ProvisionError, Throttled, UsageError
 from agentsandbox.warmpool.book import Create, Destroy, Grant, PoolBook, Recycle, Refuse, Waiter
 from agentsandbox.warmpool.lease import State
+from agentsandbox.warmpool.outlook import Announcement
 from agentsandbox.warmpool.ratelimit import AdaptiveLimiter
 from agentsandbox.warmpool.replenisher import Replenisher
 
-IMAGES = ("a", "b", "c")
+DECLARED = ("a", "b", "c")
+LATER = ("d", "e")
+IMAGES = DECLARED + LATER
 
 
 class PoolMachine(RuleBasedStateMachine):
@@ -37,7 +40,7 @@ class PoolMachine(RuleBasedStateMachine):
     def open(self, sizes, spares, cap, in_flight, rate, reuse):
         self.now = 0.0
         self.all_images = {}
-        self.images = dict(zip(IMAGES, sizes, strict=True))
+        self.images = dict(zip(DECLARED, sizes, strict=True))
         self.targets = {image: size + spares for image, size in self.images.items()}
         self.cap, self.in_flight, self.closed = cap, in_flight, False
         self.book = PoolBook(
@@ -62,6 +65,7 @@ class PoolMachine(RuleBasedStateMachine):
         self.stuck: set[str] = set()
         self.queues: dict[str, list[Waiter]] = {image: [] for image in IMAGES}
         self.returning: dict[str, list[Waiter]] = {image: [] for image in IMAGES}
+        self.announced: list[tuple[Announcement, dict[str, int]]] = []
         self.names: set[str] = set()
         self.made = self.failed = self.gone = 0
         self.perform(self.book.start(self.now))
@@ -103,6 +107,14 @@ class PoolMachine(RuleBasedStateMachine):
         assert grant.name not in self.owners, "two owners"
         assert grant.waiter.grant is grant
         self.owners[grant.name] = grant.waiter
+        if not grant.waiter.returning:
+            for _, left in self.announced:
+                if left.get(image):
+                    left[image] -= 1
+                    break
+
+    def ahead(self, image):
+        return sum(left.get(image, 0) for _, left in self.announced)
 
     def refused(self, refusal):
         assert refusal.waiter.grant is None
@@ -122,9 +134,34 @@ class PoolMachine(RuleBasedStateMachine):
     def pick(self, data, options):
         return data.draw(st.sampled_from(sorted(options)))
 
+    @rule(counts=st.dictionaries(st.sampled_from(IMAGES), st.integers(0, 4)), begins=st.booleans())
+    def announce(self, counts, begins):
+        announcement = Announcement(counts)
+        if not self.closed:
+            if begins:
+                for image, count in counts.items():
+                    replaced = 0
+                    for _, left in self.announced:
+                        less = min(left.get(image, 0), count - replaced)
+                        replaced += less
+                        left[image] = left.get(image, 0) - less
+            self.announced.insert(0 if begins else len(self.announced), (announcement, dict(counts)))
+            for image in LATER:
+                if counts.get(image):
+                    self.images[image] = max(self.images.get(image, 0), self.ahead(image))
+                    self.targets[image] = self.images[image]
+        self.perform(self.book.announce(announcement, self.now, begins=begins))
+
+    @precondition(lambda self: self.announced)
+    @rule(data=st.data())
+    def withdraw(self, data):
+        announcement, _ = self.announced.pop(data.draw(st.integers(0, len(self.announced) - 1)))
+        self.perform(self.book.retract(announcement, self.now))
+        assert {} == announcement.left
+
     @rule(image=st.sampled_from(IMAGES), count=st.integers(1, 4))
     def ask(self, image, count):
-        for _ in range(count):
+        for _ in range(count if image in self.images else 0):
             waiter = Waiter(image, self.now)
             self.queues[image].append(waiter)
             self.perform(self.book.request(waiter, self.now))
@@ -337,6 +374,26 @@ class PoolMachine(RuleBasedStateMachine):
             assert usable <= self.targets[image]
 
     @invariant()
+    def announcements_are_used_up_by_leases_alone(self):
+        assert self.book.outlook.total == sum(self.ahead(image) for image in IMAGES)
+        for announcement, left in self.announced:
+            assert announcement.left == {image: count for image, count in left.items() if count}
+
+    @invariant()
+    def what_comes_next_is_prepared(self):
+        """As far as there is room: nothing is held back that could be made now."""
+        if self.closed or self.book.wake_at < float("inf"):
+            return
+        if len(self.creating) >= self.in_flight or len(self.book.lives) >= self.cap:
+            return
+        for image in self.images:
+            if image in self.book.replenisher._breakers:
+                continue
+            held = sum(waiter.image == image for waiter in self.owners.values())
+            coming = sum(i == image for i in (*self.creating.values(), *self.free.values(), *self.recycling.values()))
+            assert coming >= min(self.ahead(image), self.targets[image] - held) or self.undecided
+
+    @invariant()
     def nobody_waits_for_what_is_there(self):
         if self.closed:
             return
@@ -351,7 +408,7 @@ class PoolMachine(RuleBasedStateMachine):
         """Nobody can be forgotten: something is under way, or a time is set, or a limit holds."""
         if self.closed:
             return
-        for image in IMAGES:
+        for image in self.images:
             if not self.book.matcher.servable(image):
                 continue
             busy = len(self.creating) >= self.in_flight or image in self.creating.values()
@@ -377,4 +434,4 @@ class PoolMachine(RuleBasedStateMachine):
 
 
 TestPool = PoolMachine.TestCase
-TestPool.settings = settings(max_examples=100, stateful_step_count=50, deadline=None)
+TestPool.settings = settings(max_examples=60, stateful_step_count=50, deadline=None)

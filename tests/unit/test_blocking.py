@@ -105,6 +105,16 @@ def test_one_loop_serves_every_pool_and_thread() -> None:
     assert host_threads() == before
 
 
+def test_training_steps_are_marked_without_async() -> None:
+    """What is done within is busy, and everything adds up."""
+    with BlockingPool(FakeBackend(), images=["host"], devices=2) as pool:
+        with pool.training_step():
+            assert pool.idle().steps == 1
+        report = pool.idle()
+    assert report.devices == 2
+    assert report.wall == pytest.approx(report.busy + sum(report.idle.values()))
+
+
 def test_it_opens_with_its_first_call_and_closes_once() -> None:
     """A pool need not be a context manager; closing twice is fine, and a closed pool stays closed."""
     backend = FakeBackend()

@@ -86,7 +86,9 @@ def test_core_dependencies_are_few_and_loose():
 
 def test_extras_are_those_of_the_documentation():
     """Whatever only some users need is an extra."""
-    assert {"cli", "inspect", "metrics", "otel", "report"} == set(PYPROJECT["project"]["optional-dependencies"])
+    assert {"checkpoints", "cli", "inspect", "metrics", "otel", "report"} == set(
+        PYPROJECT["project"]["optional-dependencies"]
+    )
 
 
 def test_supported_pythons_agree():
@@ -132,7 +134,17 @@ def test_no_module_has_a_name_that_says_nothing():
     assert [] == [path for path in SOURCES if nameless & set(path.with_suffix("").parts)]
 
 
-HEAVY = ["aiohttp", "inspect_ai", "jinja2", "kubernetes_asyncio", "matplotlib", "prometheus_client", "pytest", "rich"]
+HEAVY = [
+    "aiohttp",
+    "fsspec",
+    "inspect_ai",
+    "jinja2",
+    "kubernetes_asyncio",
+    "matplotlib",
+    "prometheus_client",
+    "pytest",
+    "rich",
+]
 
 
 def test_import_loads_nothing_optional():

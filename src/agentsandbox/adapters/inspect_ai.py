@@ -60,6 +60,8 @@ class AgentSandboxConfig(BaseModel, frozen=True):
 
     backend: str = "local"
     """Where sandboxes come from."""
+    backend_options: dict[str, Any] = Field(default_factory=dict)
+    """Arguments of the backend, by name, such as ``{"namespace": "evals", "run_as_root": True}`` for ``kubernetes``."""
     image: str = "host"
     """What they are made from, in the words of the backend."""
     size: int = Field(default=8, ge=1)
@@ -265,6 +267,7 @@ class _SharedPool:
                 workdir=config.workdir,
                 env=config.env,
                 acquire_timeout=config.acquire_timeout,
+                backend_options=config.backend_options,
             ) as self.client:
                 self.ready.set()
                 await self.stop.wait()

@@ -14,6 +14,9 @@ from agentsandbox.errors import UsageError
 from agentsandbox.models.events import EventSink, discard
 
 if TYPE_CHECKING:
+    from random import Random
+
+    from agentsandbox.models.placement import Placement
     from agentsandbox.models.sandbox import Capabilities, Identity, SandboxSpec
     from agentsandbox.session import Session
 
@@ -62,6 +65,31 @@ class BackendSandbox(ABC):
 
         """
 
+    @property
+    def dormant(self) -> bool:
+        """Whether its session is opened only when somebody takes it, by :meth:`open`; until then it has none."""
+        return False
+
+    async def open(self) -> None:
+        """
+        Open the session of a dormant sandbox; there is nothing to do for any other.
+
+        Raises:
+            InfrastructureError: If that is not possible.
+
+        """
+        return
+
+    async def vet(self) -> None:
+        """
+        Make sure that it is worth leasing, a moment before it is leased: :meth:`check`, and whatever else is known.
+
+        Raises:
+            SandboxLost: If it is not. Another one is taken, and nobody notices.
+
+        """
+        await self.check()
+
 
 class Backend(ABC):
     """
@@ -73,14 +101,31 @@ class Backend(ABC):
     name: ClassVar[str]
     """The word that users choose it by."""
 
-    default_create_rate: ClassVar[float | None] = None
+    default_create_rate: float | None = None
     """Sandboxes asked for in a second when nothing is said; ``None`` for no limit."""
 
-    default_creates_in_flight: ClassVar[int] = 16
+    default_creates_in_flight: int = 16
     """Sandboxes being made at once."""
+
+    default_create_timeout: float = 300.0
+    """Seconds that making one may take when nothing is said; a backend with a limit of its own leaves time for that."""
+
+    random: Random | None = None
+    """Where the pool's own chance comes from, so that a simulated run repeats; ``None`` for any."""
+
+    placement: Placement | None = None
+    """Which node each image belongs on, if that matters."""
 
     sink: EventSink = staticmethod(discard)
     """Where its events go; set by its owner before it is entered. ``sandbox.lost`` is heard by the pool at once."""
+
+    def expect(self, sandboxes: int) -> None:  # noqa: B027 - who has nothing to prepare leaves it
+        """Hear, before :meth:`validate`, how many sandboxes may be alive at once."""
+
+    @property
+    def guaranteed_life(self) -> float | None:
+        """Seconds that a sandbox lives at least from its lease on; ``None`` where nothing ends it but its owner."""
+        return None
 
     def default_spares(self, size: int) -> int:  # noqa: ARG002 - others answer by it
         """
@@ -166,6 +211,26 @@ class Backend(ABC):
 
         """
         raise UsageError(f"backend {self.name!r} cannot recycle {sandbox.name} as {name} of {spec.image!r}")
+
+    async def suspend(self, sandbox: BackendSandbox) -> None:
+        """
+        End what a sandbox runs on, and keep its place. It is of no use until it is resumed.
+
+        Raises:
+            UsageError: If this backend cannot.
+
+        """
+        raise UsageError(f"backend {self.name!r} cannot suspend {sandbox!r}; backend 'agent-sandbox' can")
+
+    async def resume(self, sandbox: BackendSandbox) -> BackendSandbox:
+        """
+        Make a fresh sandbox in the place of one that was suspended, and return it.
+
+        Raises:
+            UsageError: If this backend cannot.
+
+        """
+        raise UsageError(f"backend {self.name!r} cannot resume {sandbox!r}; backend 'agent-sandbox' can")
 
     @abstractmethod
     async def destroy(self, sandbox: BackendSandbox) -> None:

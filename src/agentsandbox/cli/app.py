@@ -11,8 +11,18 @@ import typer
 from rich.console import Console
 
 from agentsandbox.cli.cluster_commands import job, reap, ttfc
-from agentsandbox.cli.cluster_options import ClusterOptions, Context, ImageUser, Namespace, RunAsRoot, RuntimeClass
+from agentsandbox.cli.cluster_options import (
+    CLUSTERS,
+    ClusterOptions,
+    Context,
+    ImageUser,
+    Namespace,
+    RunAsRoot,
+    RuntimeClass,
+)
+from agentsandbox.cli.planning_commands import plan, simulate
 from agentsandbox.cli.running import running as _run
+from agentsandbox.errors import ConfigurationError
 
 __all__ = ["app"]
 
@@ -103,6 +113,9 @@ def doctor(
     runtime_class: RuntimeClass = None,
     user: ImageUser = None,
     run_as_root: RunAsRoot = False,
+    deny_network: Annotated[
+        bool, typer.Option(help="With --image, forbid its Pods every connection and see whether the cluster does.")
+    ] = False,
 ) -> None:
     """Say whether a backend can work here and, where it cannot, what to do about it."""
     from agentsandbox.cli.doctor import doctor as examine
@@ -114,9 +127,12 @@ def doctor(
 
     async def act() -> bool:
         cluster.require_cluster(backend)
-        options = {}
-        if backend == "kubernetes":
+        if deny_network and backend != "kubernetes":
+            raise ConfigurationError("--deny-network is for clusters: add --backend kubernetes")
+        options: dict[str, Any] = {}
+        if backend in CLUSTERS:
             options = {**cluster.for_backend(images[0] if images else None), "ready_timeout": 120.0}
+            options |= {"network": False} if deny_network else {}
         return await examine(backend, console, as_json=as_json, images=images, options=options)
 
     if not _run(act):
@@ -188,6 +204,8 @@ def bench_rollout(
 
 
 app.command()(ttfc)
+app.command()(plan)
+app.command()(simulate)
 app.command()(reap)
 app.add_typer(job, name="job")
 

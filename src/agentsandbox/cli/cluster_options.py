@@ -10,7 +10,16 @@ import typer
 
 from agentsandbox.errors import ConfigurationError
 
-__all__ = ["DEFAULT_IMAGE", "ClusterOptions", "Context", "ImageUser", "Namespace", "RunAsRoot", "RuntimeClass"]
+__all__ = [
+    "CLUSTERS",
+    "DEFAULT_IMAGE",
+    "ClusterOptions",
+    "Context",
+    "ImageUser",
+    "Namespace",
+    "RunAsRoot",
+    "RuntimeClass",
+]
 
 Context = Annotated[str | None, typer.Option(help="Kubeconfig context. Default: the current one.")]
 Namespace = Annotated[
@@ -19,6 +28,9 @@ Namespace = Annotated[
 RuntimeClass = Annotated[str | None, typer.Option(help="Runtime class of the Pods, such as gvisor.")]
 ImageUser = Annotated[int | None, typer.Option("--user", help="User id that Pods run as. Default: the image's.")]
 RunAsRoot = Annotated[bool, typer.Option(help="Let Pods run as root, which images need that name no user.")]
+
+CLUSTERS = ("kubernetes", "agent-sandbox")
+"""Backends whose sandboxes are on a cluster."""
 
 DEFAULT_IMAGE = "python:3.12-alpine"
 """On a cluster, when nothing is said. The local backend takes ``host``."""
@@ -45,12 +57,12 @@ class ClusterOptions:
             ConfigurationError: Naming the first of them.
 
         """
-        if backend == "kubernetes":
+        if backend in CLUSTERS:
             return
         for field in attrs.fields(ClusterOptions):
             if getattr(self, field.name) != field.default:
                 option = f"--{field.name.replace('_', '-')}"
-                raise ConfigurationError(f"{option} is for clusters: add --backend kubernetes")
+                raise ConfigurationError(f"{option} is for clusters: add --backend {' or '.join(CLUSTERS)}")
 
     def where(self) -> dict[str, Any]:
         """Return the arguments of :meth:`KubernetesApi.connect` that say where."""

@@ -15,6 +15,7 @@ from agentsandbox.backends.kubernetes.api import KubernetesApi
 from agentsandbox.backends.kubernetes.evidence import events_text, shown
 from agentsandbox.backends.kubernetes.pods import KubernetesBackend
 from agentsandbox.backends.kubernetes.preflight import check_runtime_class
+from agentsandbox.backends.opening import backend_class
 from agentsandbox.cli.pods import PodRecorder
 from agentsandbox.errors import InfrastructureError
 
@@ -41,10 +42,13 @@ class ClusterRun:
         run_id: The run.
         cluster: What the user asked for.
         image: What the user asked for; ``None`` is the default.
+        backend: Which kind of sandboxes.
 
     """
 
-    def __init__(self, api: KubernetesApi, run_id: str, cluster: ClusterOptions, image: str | None) -> None:
+    def __init__(
+        self, api: KubernetesApi, run_id: str, cluster: ClusterOptions, image: str | None, backend: str
+    ) -> None:
         self._api = api
         self._run_id = run_id
         self._own = cluster.namespace is None
@@ -55,7 +59,9 @@ class ClusterRun:
         self.recorder = PodRecorder(self._note)
         """What is seen of the Pods."""
         self._output: OutputDirectory | None = None
-        self.backend = KubernetesBackend(
+        kind = backend_class(backend)
+        assert issubclass(kind, KubernetesBackend)
+        self.backend = kind(
             run_id=run_id, **{**cluster.for_backend(image), "context": self.context, "namespace": self.namespace}
         )
         """Where the sandboxes come from."""
@@ -71,11 +77,13 @@ class ClusterRun:
 
     @classmethod
     @asynccontextmanager
-    async def connected(cls, run_id: str, cluster: ClusterOptions, image: str | None) -> AsyncIterator[ClusterRun]:
+    async def connected(
+        cls, run_id: str, cluster: ClusterOptions, image: str | None, backend: str
+    ) -> AsyncIterator[ClusterRun]:
         """Connect for as long as the context lasts."""
         api = await KubernetesApi.connect(**cluster.where(), max_connections=8)
         try:
-            yield cls(api, run_id, cluster, image)
+            yield cls(api, run_id, cluster, image, backend)
         finally:
             await api.aclose()
 

@@ -96,5 +96,6 @@ async def _look(backend: Backend, spec: SandboxSpec, name: str) -> Check:
         f"isolation {able.isolation}",
         f"reset by {', '.join(able.rungs)}",
         "several users" if able.users else "one user",
+        *([f"network policy {able.facts['network_policy']}"] if able.facts.get("network_policy") else []),
     ]
     return Check(name=f"image {spec.image}", ok=True, detail=f"ready in {seconds:.1f} s; {'; '.join(facts)}")

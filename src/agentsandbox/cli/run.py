@@ -13,7 +13,7 @@ import attrs
 
 from agentsandbox.backends.local.leftovers import started
 from agentsandbox.backends.opening import open_backend
-from agentsandbox.cli.cluster_options import DEFAULT_IMAGE, ClusterOptions
+from agentsandbox.cli.cluster_options import CLUSTERS, DEFAULT_IMAGE, ClusterOptions
 from agentsandbox.cli.output import OutputDirectory
 from agentsandbox.cli.progress import BatchProgress
 from agentsandbox.cli.resuming import BATCH_ID, JOURNAL, keep, refuse_others, settings, take_up
@@ -53,7 +53,7 @@ class RunOptions:
     @property
     def default_image(self) -> str:
         """The image of episodes that name none."""
-        return self.image or (DEFAULT_IMAGE if self.backend == "kubernetes" else "host")
+        return self.image or (DEFAULT_IMAGE if self.backend in CLUSTERS else "host")
 
 
 def _rollout(options: RunOptions) -> Callable[..., Awaitable[Any]]:
@@ -107,7 +107,7 @@ class _Plan:
     @property
     def workdir(self) -> str | None:
         """Where the built-in job works on a cluster: what an image starts in need not be writable by its user."""
-        built_in = self.options.backend == "kubernetes" and self.options.rollout is None
+        built_in = self.options.backend in CLUSTERS and self.options.rollout is None
         return "/tmp" if built_in else None  # noqa: S108 - of the sandbox
 
     @property
@@ -119,7 +119,7 @@ class _Plan:
     @property
     def max_sandboxes(self) -> int | None:
         """How many Pods there are at most: of many images they serve one after the other."""
-        return self.parallelism if self.options.backend == "kubernetes" and len(self.images) > 1 else None
+        return self.parallelism if self.options.backend in CLUSTERS and len(self.images) > 1 else None
 
     @property
     def specs(self) -> list[SandboxSpec]:
@@ -174,13 +174,13 @@ async def run(options: RunOptions, console: Console) -> bool:
     for episode in batch:
         images[episode.image] = min(parallelism, images[episode.image] + 1)
     plan = _Plan(options, uuid.uuid4().hex[:12], batch, rollout, parallelism, images)
-    if options.backend != "kubernetes":
+    if options.backend not in CLUSTERS:
         backend = open_backend(options.backend, run_id=plan.run_id)
         await backend.validate(plan.specs)
         return await _run(plan, backend, plan.begin(earlier=earlier), console)
     from agentsandbox.cli.cluster_run import ClusterRun
 
-    async with ClusterRun.connected(plan.run_id, options.cluster, options.image) as cluster:
+    async with ClusterRun.connected(plan.run_id, options.cluster, options.image, options.backend) as cluster:
         await cluster.backend.validate(plan.specs)
         await cluster.check(plan.specs[0])
         output = plan.begin(earlier=earlier, **cluster.receipt())
@@ -216,7 +216,7 @@ async def _run(
             ) as pool:
                 result = await pool.rollout(batch, batch_id=BATCH_ID, output=options.output / "artifacts")
         finally:
-            if options.backend != "kubernetes":
+            if options.backend not in CLUSTERS:
                 output.end()
     report = results_of(
         result,

@@ -12,18 +12,20 @@ from rich.console import Console
 
 from agentsandbox.errors import BatchFailed, SandboxError
 
-__all__ = ["running"]
+__all__ = ["refusing", "running"]
 
 T = TypeVar("T")
 
 
-def running(action: Callable[..., Awaitable[T]], *args: Any, **options: Any) -> T:
-    """Run *action* on asyncio; what we raise on purpose becomes one line on standard error and exit code 2."""
+def refusing(action: Callable[[], T]) -> T:
+    """Run *action*; what we raise on purpose becomes one line on standard error, and exit code 2, or 1 of a batch."""
     try:
-        return anyio.run(lambda: action(*args, **options))
-    except BatchFailed as error:
-        Console(stderr=True).print(f"error: {error}", markup=False, highlight=False, soft_wrap=True)
-        raise typer.Exit(1) from error
+        return action()
     except SandboxError as error:
         Console(stderr=True).print(f"error: {error}", markup=False, highlight=False, soft_wrap=True)
-        raise typer.Exit(2) from error
+        raise typer.Exit(1 if isinstance(error, BatchFailed) else 2) from error
+
+
+def running(action: Callable[..., Awaitable[T]], *args: Any, **options: Any) -> T:
+    """Run *action* on asyncio, like :func:`refusing`."""
+    return refusing(lambda: anyio.run(lambda: action(*args, **options)))

@@ -26,11 +26,13 @@ class CommandLog:
 
     Args:
         granted_at: What its times count from, in seconds on the driver's monotonic clock.
+        redact: Takes credentials out of what is kept.
 
     """
 
-    def __init__(self, granted_at: float) -> None:
+    def __init__(self, granted_at: float, redact: Callable[[str], str] = str) -> None:
         self.granted_at = granted_at
+        self.redact = redact
         self.first_started: float | None = None
         """When the first command started."""
         self.entries: list[Mapping[str, Any]] = []
@@ -51,7 +53,7 @@ class CommandEntry:
 
     def __init__(self, log: CommandLog, command: Command, emit: Callable[..., None]) -> None:
         words = command.command
-        text = words if isinstance(words, str) else shlex.join(words)
+        text = log.redact(words) if isinstance(words, str) else shlex.join(map(log.redact, words))
         self._command = text if len(text) <= _SHOWN else f"{text[: _SHOWN - 1]}…"
         self._log = log
         self._emit = emit
@@ -79,7 +81,7 @@ class CommandEntry:
         if result is not None:
             entry["exit_code"] = result.exit_code
         elif error is not None:
-            text = str(error)
+            text = self._log.redact(str(error))
             entry["error"] = f"{type(error).__name__}: {text}" if text else type(error).__name__
         entry["started"] = None if self._started is None else self._started - self._log.granted_at
         began = self._began if self._started is None else self._started

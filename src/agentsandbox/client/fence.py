@@ -19,7 +19,13 @@ __all__ = ["fenced"]
 
 @asynccontextmanager
 async def fenced(
-    engine: Engine, tenure: Tenure, held: Callable[[], bool], entry: CommandEntry | None = None, *, ends: bool = True
+    engine: Engine,
+    tenure: Tenure,
+    held: Callable[[], bool],
+    entry: CommandEntry | None = None,
+    *,
+    ends: bool = True,
+    clean: Callable[[BaseException], None] = lambda _: None,
 ) -> AsyncIterator[None]:
     """
     Compare the sandbox's identity before and after what is done in the context; a difference kills the tenure.
@@ -30,6 +36,7 @@ async def fenced(
         held: Whether the lease still has this sandbox, asked at the end.
         entry: The line of the command log that this is about.
         ends: Whether the entry is over when the context is; on an error it always is.
+        clean: Takes credentials out of an error before anybody sees it.
 
     Raises:
         SandboxLost: If the sandbox is not the one it was.
@@ -48,6 +55,7 @@ async def fenced(
         if not held():
             raise UsageError(f"the lease of sandbox {tenure.sandbox.name} was released or reset while it was in use")
     except BaseException as error:
+        clean(error)
         if isinstance(error, (SandboxLost, ProtocolError)):
             engine.lose(tenure, error if isinstance(error, SandboxLost) else SandboxLost("broken", str(error)))
         if entry is not None:

@@ -13,9 +13,11 @@ import anyio
 import attrs
 
 from agentsandbox.client.command_log import CommandEntry, CommandLog, as_words
+from agentsandbox.client.contents import LeaseContents
 from agentsandbox.client.fence import fenced
 from agentsandbox.client.process import LeasedProcess
 from agentsandbox.errors import (
+    CommandFailed,
     InfrastructureError,
     PoolClosed,
     ResetFailed,
@@ -30,6 +32,7 @@ if TYPE_CHECKING:
     from types import TracebackType
     from typing import Self
 
+    from agentsandbox.client.checkpoints import CheckpointStore
     from agentsandbox.models.reset import ResetReport
     from agentsandbox.models.sandbox import Capabilities, Identity
     from agentsandbox.warmpool.engine import Engine
@@ -38,7 +41,7 @@ if TYPE_CHECKING:
 __all__ = ["Lease"]
 
 
-class Lease:
+class Lease(LeaseContents):
     """
     The exclusive use of one sandbox, from :meth:`SandboxClient.acquire` to :meth:`release`.
 
@@ -54,14 +57,16 @@ class Lease:
         acquire_timeout: float | None = None,
         episode: str | None = None,
         attempt: int | None = None,
+        checkpoints: CheckpointStore | None = None,
     ) -> None:
+        super().__init__(checkpoints)
         self._engine = engine
         self._tenure: Tenure | None = tenure
         self._acquire_timeout = acquire_timeout
         self._resetting = False
         self._death: SandboxLost | None = None
         self._ended_at: float | None = None
-        self._log = CommandLog(tenure.granted_at)
+        self._log = CommandLog(tenure.granted_at, self._redactor.text)
         self.episode = episode
         """The episode it was acquired for."""
         self.attempt = attempt
@@ -139,6 +144,7 @@ class Lease:
         stdin: bytes | AsyncIterable[bytes] | None = None,
         cwd: str | None = None,
         env: Mapping[str, str] | None = None,
+        secrets: Mapping[str, str] | None = None,
         user: str | int | None = None,
         timeout: float | None = DEFAULT_TIMEOUT,
         no_output_timeout: float | None = None,
@@ -156,6 +162,7 @@ class Lease:
             stdin: Standard input; empty and at its end if ``None``.
             cwd: Working directory, relative to the sandbox's.
             env: Variables on top of the sandbox's.
+            secrets: More of them, for this command only, that appear in no log, event, record or error message.
             user: User name or id to run as.
             timeout: Seconds it may run; ``None`` for no limit.
             no_output_timeout: Seconds it may stay silent; ``None`` for no limit.
@@ -178,24 +185,28 @@ class Lease:
             UsageError: If the lease was released.
 
         """
+        tenure = self._current()
         request = Command(
             command=as_words(command),
             cwd=cwd,
             env=env or {},
+            secrets={**self._given, **self._secrets(tenure, secrets)},
             user=user,
             timeout=timeout,
             no_output_timeout=no_output_timeout,
             output_limit=output_limit,
             merge=merge,
         )
-        tenure = self._current()
         entry = self._log.begin(request, self._emit)
         async with self._fence(tenure, entry):
             result = await tenure.sandbox.session.exec(
                 request, stdin=stdin, on_output=on_output, on_started=entry.started, require_complete=require_complete
             )
             entry.result = result
-        return result.check() if check else result
+        if check and result.exit_code:
+            # Its message has the end of what was printed, which may begin in the middle of a credential.
+            raise CommandFailed(attrs.evolve(result, **self.redact({"stdout": result.stdout, "stderr": result.stderr})))
+        return result
 
     async def open_process(
         self,
@@ -203,6 +214,7 @@ class Lease:
         *,
         cwd: str | None = None,
         env: Mapping[str, str] | None = None,
+        secrets: Mapping[str, str] | None = None,
         user: str | int | None = None,
         timeout: float | None = None,
         merge: bool = False,
@@ -214,6 +226,7 @@ class Lease:
             command: A shell script as one string, or an argument vector.
             cwd: Working directory, relative to the sandbox's.
             env: Variables on top of the sandbox's.
+            secrets: More of them, for this command only; see :meth:`exec`.
             user: User name or id to run as.
             timeout: Seconds it may run; ``None`` for no limit.
             merge: Whether standard error goes into standard output.
@@ -227,8 +240,16 @@ class Lease:
             UsageError: If the lease was released.
 
         """
-        request = Command(command=as_words(command), cwd=cwd, env=env or {}, user=user, timeout=timeout, merge=merge)
         tenure = self._current()
+        request = Command(
+            command=as_words(command),
+            cwd=cwd,
+            env=env or {},
+            secrets={**self._given, **self._secrets(tenure, secrets)},
+            user=user,
+            timeout=timeout,
+            merge=merge,
+        )
         entry = self._log.begin(request, self._emit)
         async with self._fence(tenure, entry, ends=False):
             process = await tenure.sandbox.session.open_process(request)
@@ -326,6 +347,8 @@ class Lease:
         """
         tenure = self._current()
         began = anyio.current_time()
+        placed, self._placed = self._placed, set()
+        self._given = {}
         self._resetting = True
         self.generation += 1
         self._finalizer.detach()
@@ -364,7 +387,7 @@ class Lease:
         # The holder has another sandbox, whichever way the old one goes.
         rung = "jail" if report.rung == "jail" else "replace"
         self._emit("lease.reset", rung=rung, seconds=seconds)
-        return attrs.evolve(report, rung=rung, seconds=seconds, verified=True)
+        return attrs.evolve(report, rung=rung, seconds=seconds, verified=True, secrets=tuple(sorted(placed)))
 
     async def release(self, *, discard: bool = False) -> None:
         """
@@ -379,6 +402,7 @@ class Lease:
         self._ended_at = anyio.current_time()
         self._finalizer.detach()
         tenure, self._tenure = self._tenure, None
+        self._given = {}
         if tenure is not None:
             self._death = tenure.lost
             self._engine.release(tenure, discard=discard)
@@ -409,11 +433,17 @@ class Lease:
     def _fence(
         self, tenure: Tenure, entry: CommandEntry | None = None, *, ends: bool = True
     ) -> AbstractAsyncContextManager[None]:
-        return fenced(self._engine, tenure, lambda: self._tenure is tenure, entry, ends=ends)
+        held, clean = lambda: self._tenure is tenure, self._redactor.error
+        return fenced(self._engine, tenure, held, entry, ends=ends, clean=clean)
 
     def _emit(self, name: str, **data: Any) -> None:
         self._engine.emit(
-            name, anyio.current_time(), sandbox=self.sandbox, episode=self.episode, attempt=self.attempt, **data
+            name,
+            anyio.current_time(),
+            sandbox=self.sandbox,
+            episode=self.episode,
+            attempt=self.attempt,
+            **self.redact(data),
         )
 
     def __repr__(self) -> str:

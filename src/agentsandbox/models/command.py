@@ -38,6 +38,8 @@ class Command:
     """Working directory, relative to the sandbox's; ``None`` is the sandbox's."""
     env: Mapping[str, str] = attrs.field(factory=dict)
     """Variables on top of the sandbox's environment."""
+    secrets: Mapping[str, str] = attrs.field(factory=dict, repr=lambda value: f"<{len(value)} secrets>")
+    """More of them that nobody is shown."""
     user: str | int | None = None
     """User name or id; ``None`` is the sandbox's."""
     timeout: float | None = attrs.field(default=DEFAULT_TIMEOUT, validator=_positive)

@@ -101,6 +101,10 @@ class Attempt:
     """Where its time went."""
     commands: tuple[Mapping[str, Any], ...] = ()
     """Its command log: one mapping a command."""
+    restored: str | None = None
+    """The id of the checkpoint that it went on from, if it did."""
+    checkpoints: tuple[str, ...] = ()
+    """The ids of the checkpoints that it made, in order: another attempt can go on from the last one."""
 
 
 @attrs.frozen(kw_only=True)

@@ -23,8 +23,9 @@ class Event:
     """
     What: ``host.created``, ``sandbox.created``, ``sandbox.opened``, ``sandbox.ready``, ``sandbox.failed``,
     ``sandbox.lost``, ``sandbox.deleted``, ``sandbox.stuck``, ``lease.granted``, ``lease.refused``, ``lease.reset``,
-    ``lease.released``, ``command.started``, ``command.ended``, ``attempt.started``, ``attempt.ended``,
-    ``episode.ended``, ``episode.restored``, ``sandbox.orphaned``, ``leftovers.removed``.
+    ``lease.checkpoint``, ``lease.restored``, ``secret.placed``, ``lease.released``, ``command.started``,
+    ``command.ended``, ``attempt.started``, ``attempt.ended``, ``episode.ended``, ``episode.restored``,
+    ``sandbox.orphaned``, ``leftovers.removed``.
     """
     at: float
     """When, on the driver's monotonic clock, in seconds."""

@@ -92,5 +92,7 @@ class ResetReport:
     """Whether its effect was shown."""
     reason: str = ""
     """Why this rung and no cheaper one; if it was not verified, why not."""
+    secrets: tuple[str, ...] = ()
+    """Files with credentials that had been placed, and are gone."""
     figures: Mapping[str, float] = attrs.field(factory=dict)
     """What it looked at: files, hashed files, seconds for the scope and for the rest."""

@@ -9,11 +9,12 @@ This module runs on both sides, so it keeps to the standard library and to Pytho
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import stat
 import tarfile
-from typing import Any, Dict, List, Tuple
+from typing import Any, Callable, Dict, Iterator, List, Set, Tuple
 
 BLOCK = 512
 CHUNK = 1024 * 1024
@@ -28,13 +29,8 @@ MAX_HEADER = 1024 * 1024
 MAX_TRAILER = 1024 * 1024
 """Bytes behind the end of an archive that are still taken for padding."""
 
-EXTENSIONS = (
-    tarfile.XHDTYPE,
-    tarfile.XGLTYPE,
-    tarfile.SOLARIS_XHDTYPE,
-    tarfile.GNUTYPE_LONGNAME,
-    tarfile.GNUTYPE_LONGLINK,
-)
+PAX_HEADERS = (tarfile.XHDTYPE, tarfile.XGLTYPE, tarfile.SOLARIS_XHDTYPE)
+EXTENSIONS = (*PAX_HEADERS, tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK)
 
 
 class Malformed(Exception):
@@ -45,10 +41,18 @@ class Refused(Malformed):
     """The archive holds a member that nobody should unpack."""
 
 
-def pack(path: bytes, out: int) -> Dict[str, Any]:
-    """Write the contents of a directory as a tar stream."""
+def pack(path: bytes, out: int, *, style: int = tarfile.PAX_FORMAT) -> Dict[str, Any]:
+    """
+    Write the contents of a directory as a tar stream.
+
+    Args:
+        path: The directory.
+        out: Where to.
+        style: How long names are written: ``tarfile.GNU_FORMAT`` for small tar programs, which know no other way.
+
+    """
     top = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    writer = _Writer(out)
+    writer = _Writer(out, style)
     count = _pack_directory(top, b"", path, writer)
     writer.end()
     return {"entries": count, "size": writer.size}
@@ -111,14 +115,15 @@ def _pack_entry(directory: int, name: bytes, member: bytes, where: bytes, writer
 class _Writer:
     """A tar stream on its way out; small members are gathered."""
 
-    def __init__(self, fd: int) -> None:
+    def __init__(self, fd: int, style: int) -> None:
         self.size = 0
         self._fd = fd
+        self._style = style
         self._held: List[bytes] = []
         self._held_size = 0
 
     def header(self, info: tarfile.TarInfo) -> None:
-        self.data(info.tobuf(tarfile.PAX_FORMAT, "utf-8", "surrogateescape"))
+        self.data(info.tobuf(self._style, "utf-8", "surrogateescape"))  # type: ignore[arg-type]
 
     def data(self, data: bytes) -> None:
         self.size += len(data)
@@ -142,7 +147,7 @@ class _Writer:
             view = view[os.write(self._fd, view) :]
 
 
-def unpack(path: bytes, source: int, *, modes: int = 0o7777) -> Dict[str, Any]:
+def unpack(path: bytes, source: int, *, modes: int = 0o7777, foreign: bool = False) -> Dict[str, Any]:
     """
     Create the members of a tar stream below a directory.
 
@@ -150,14 +155,17 @@ def unpack(path: bytes, source: int, *, modes: int = 0o7777) -> Dict[str, Any]:
         path: The directory; made if need be.
         source: Where the stream comes from.
         modes: The permissions that members may have.
+        foreign: Whether some ``tar`` has made it, and not :func:`pack`: hard links then become copies, devices and
+            the like are left out, and files can be read and written by whoever unpacks them.
 
     Raises:
         Malformed: If the stream is no archive or ends early.
-        Refused: If it holds a member that leads out of the directory, or a hard link, a device or the like.
+        Refused: If it holds a member that leads out of the directory; unless *foreign*, also a hard link, a device or
+            the like.
 
     """
     os.makedirs(path, exist_ok=True)
-    tree = _Tree(path, modes)
+    tree = _Tree(path, modes, 0o600 if foreign else 0)
     reader = _Reader(source)
     try:
         archive = tarfile.open(  # type: ignore[call-overload]  # noqa: SIM115
@@ -168,7 +176,7 @@ def unpack(path: bytes, source: int, *, modes: int = 0o7777) -> Dict[str, Any]:
             encoding="utf-8",
             errors="surrogateescape",
         )
-        count = _unpack(archive, tree)
+        count = _unpack(archive, tree, foreign=foreign)
     except (tarfile.TarError, ValueError, OverflowError, EOFError, IndexError, KeyError, RecursionError) as error:
         raise Malformed("not a complete tar archive: %s" % error) from error
     reader.drain()
@@ -176,8 +184,9 @@ def unpack(path: bytes, source: int, *, modes: int = 0o7777) -> Dict[str, Any]:
     return {"entries": count, "size": reader.size}
 
 
-def _unpack(archive: tarfile.TarFile, tree: _Tree) -> int:
+def _unpack(archive: tarfile.TarFile, tree: _Tree, *, foreign: bool) -> int:
     count = 0
+    left_out: Set[bytes] = set()
     while True:
         info = archive.next()
         if info is None:  # the end mark: everything else has raised
@@ -196,6 +205,10 @@ def _unpack(archive: tarfile.TarFile, tree: _Tree) -> int:
         elif info.issym():
             _check_link(parts, info.linkname)
             tree.link(parts, info.linkname.encode("utf-8", "surrogateescape"))
+        elif foreign and (info.isdev() or (info.islnk() and b"/".join(_parts(info.linkname)) in left_out)):
+            left_out.add(b"/".join(parts))
+        elif foreign and info.islnk():
+            tree.copy(parts, info, _parts(info.linkname))
         else:
             raise Refused("%r is neither a regular file nor a directory nor a symbolic link" % info.name)
 
@@ -249,9 +262,10 @@ def _check_link(parts: List[bytes], target: str) -> None:
 class _Tree:
     """The directory that is filled. The directory of the last member stays open, as most members are neighbours."""
 
-    def __init__(self, path: bytes, allowed: int) -> None:
+    def __init__(self, path: bytes, allowed: int, always: int) -> None:
         self._path = path
         self._allowed = allowed
+        self._always = always
         self._top = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         self._at: Tuple[bytes, ...] = ()
         self._fd = self._top
@@ -266,8 +280,8 @@ class _Tree:
     def file(self, parts: List[bytes], info: tarfile.TarInfo, file: Any) -> None:
         parent = self._enter(parts[:-1])
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | FOLLOW_NOT
-        try:
-            fd = self._create(parent, parts, flags)
+        with self._about(parts):
+            fd = _anew(parent, parts[-1], lambda: os.open(parts[-1], flags, 0o600, dir_fd=parent))
             try:
                 while True:
                     part = file.read(CHUNK)
@@ -278,23 +292,34 @@ class _Tree:
                         view = view[os.write(fd, view) :]
                 if os.fstat(fd).st_size != info.size:
                     raise Malformed("%r ends early" % info.name)
-                os.fchmod(fd, info.mode & self._allowed)
+                os.fchmod(fd, info.mode & self._allowed | self._always)
                 os.utime(fd, (info.mtime, info.mtime))
             finally:
                 os.close(fd)
-        except OSError as error:
-            raise self._about(error, parts) from None
 
     def link(self, parts: List[bytes], target: bytes) -> None:
         parent = self._enter(parts[:-1])
+        with self._about(parts):
+            _anew(parent, parts[-1], lambda: os.symlink(target, parts[-1], dir_fd=parent))
+
+    def copy(self, parts: List[bytes], info: tarfile.TarInfo, source: List[bytes]) -> None:
+        """Have what an earlier member is once more: a hard link would tie two files together."""
+        name = source[-1] if source else b"."
         try:
-            try:
-                os.symlink(target, parts[-1], dir_fd=parent)
-            except FileExistsError:
-                os.unlink(parts[-1], dir_fd=parent)
-                os.symlink(target, parts[-1], dir_fd=parent)
+            parent = self._enter(source[:-1], make=False)
+            status = os.stat(name, dir_fd=parent, follow_symlinks=False)
         except OSError as error:
-            raise self._about(error, parts) from None
+            raise Malformed("%r is a link to %r, which is not there" % (info.name, info.linkname)) from error
+        if stat.S_ISLNK(status.st_mode):
+            target = os.readlink(name, dir_fd=parent)
+            _check_link(parts, target.decode("utf-8", "surrogateescape"))
+            self.link(parts, target)
+            return
+        if not stat.S_ISREG(status.st_mode):
+            raise Refused("%r is a hard link to what is no file" % info.name)
+        with open(os.open(name, os.O_RDONLY | FOLLOW_NOT, dir_fd=parent), "rb") as file:
+            info.size, info.mode, info.mtime = status.st_size, stat.S_IMODE(status.st_mode), int(status.st_mtime)
+            self.file(parts, info, file)
 
     def finish(self) -> None:
         """Give directories their modes, deepest first: one that may not be written had to be filled before."""
@@ -302,15 +327,8 @@ class _Tree:
             if parts:
                 os.fchmod(self._enter(parts), mode)
 
-    def _create(self, parent: int, parts: List[bytes], flags: int) -> int:
-        try:
-            return os.open(parts[-1], flags, 0o600, dir_fd=parent)
-        except FileExistsError:
-            os.unlink(parts[-1], dir_fd=parent)
-            return os.open(parts[-1], flags, 0o600, dir_fd=parent)
-
     def _make(self, parent: int, name: bytes, parts: List[bytes]) -> None:
-        try:
+        with self._about(parts):
             try:
                 os.mkdir(name, 0o777, dir_fd=parent)
             except FileExistsError:
@@ -318,10 +336,8 @@ class _Tree:
                 if not stat.S_ISDIR(status.st_mode):
                     os.unlink(name, dir_fd=parent)
                     os.mkdir(name, 0o777, dir_fd=parent)
-        except OSError as error:
-            raise self._about(error, parts) from None
 
-    def _enter(self, parts: List[bytes]) -> int:
+    def _enter(self, parts: List[bytes], *, make: bool = True) -> int:
         wanted = tuple(parts)
         if wanted == self._at:
             return self._fd
@@ -330,26 +346,42 @@ class _Tree:
             fd, start = self._fd, len(self._at)
         for index in range(start, len(wanted)):
             try:
-                below = self._open(fd, wanted[index])
-            except OSError as error:
-                raise self._about(error, parts[: index + 1]) from None
-            if fd not in (self._top, self._fd):
-                os.close(fd)
+                with self._about(parts[: index + 1]):
+                    below = self._open(fd, wanted[index], make=make)
+            finally:
+                if fd not in (self._top, self._fd):
+                    os.close(fd)
             fd = below
         if self._fd not in (self._top, fd):
             os.close(self._fd)
         self._at, self._fd = wanted, fd
         return fd
 
-    def _open(self, parent: int, name: bytes) -> int:
+    def _open(self, parent: int, name: bytes, *, make: bool) -> int:
         try:
             return os.open(name, DIRECTORY, dir_fd=parent)
         except FileNotFoundError:
+            if not make:
+                raise
             os.mkdir(name, 0o777, dir_fd=parent)
             return os.open(name, DIRECTORY, dir_fd=parent)
 
-    def _about(self, error: OSError, parts: List[bytes]) -> OSError:
-        return OSError(error.errno, error.strerror, os.path.join(self._path, *parts))
+    @contextlib.contextmanager
+    def _about(self, parts: List[bytes]) -> Iterator[None]:
+        """Have errors name the member."""
+        try:
+            yield
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, os.path.join(self._path, *parts)) from None
+
+
+def _anew(parent: int, name: bytes, make: Callable[[], Any]) -> Any:
+    """Make something in the place of whatever file or link is there."""
+    try:
+        return make()
+    except FileExistsError:
+        os.unlink(name, dir_fd=parent)
+        return make()
 
 
 class _Reader:

@@ -12,7 +12,12 @@ import base64
 import functools
 import importlib.resources
 import json
+import marshal
 import zlib
+from importlib.machinery import SourceFileLoader
+from importlib.util import MAGIC_NUMBER
+from pathlib import Path
+from types import CodeType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -37,8 +42,11 @@ STDIO_ENTRY = "agentsandbox.protocol.runner.loop:main"
 ATTACHED_ENTRY = "agentsandbox.protocol.runner.attached:main"
 """Serves streams that are handed over; what :data:`WAITING` is to become."""
 
-WAITING_GREETING = b"stub\n"
-"""What a stream that was handed over is told first while the program has not arrived yet."""
+WAITING_GREETING = b"stub "
+"""
+How a line begins that a stream which was handed over is told first while the program has not arrived yet. The rest of
+the line says for which bytecode its interpreter is made, in hexadecimal digits.
+"""
 
 _RUNNER = "agentsandbox.protocol.runner"
 
@@ -46,6 +54,7 @@ _MODULES = (
     "around",
     "attached",
     "attaching",
+    "capture",
     "commands",
     "family",
     "files",
@@ -56,12 +65,14 @@ _MODULES = (
     "pipes",
     "place",
     "poller",
+    "ports",
     "pristine",
     "processes",
     "removing",
     "requests",
     "restore",
     "scan",
+    "sealing",
     "signals",
     "spawn",
     "starting",
@@ -79,6 +90,7 @@ try:
  import base64,ctypes,errno,fcntl,heapq,hmac,importlib.machinery,json
  import resource,select,shutil,stat,struct,tarfile,typing,zlib
 except ImportError:pass
+m=getattr(sys.modules.get("_frozen_importlib_external"),"MAGIC_NUMBER",b"")
 signal.signal(15,lambda*a:os._exit(0))
 signal.signal(17,1)
 def late(*a):raise TimeoutError
@@ -100,7 +112,7 @@ while 1:
   f=array.array("i")
   f.frombytes(c.recvmsg(1,64)[1][0][2])
   for i in 0,1:os.dup2(f[i],i);os.close(f[i])
-  os.write(1,b"stub\\n")
+  os.write(1,("stub "+m.hex()+"\\n").encode())
   h=take(40)
   if hashlib.sha256(h[:32]).hexdigest()==sys.argv[2]:
    p=take(int(h[32:],16))
@@ -144,7 +156,7 @@ end it. Argument: the name of the abstract socket.
 """
 
 _TEMPLATE = """\
-import base64, json, sys, zlib
+import base64, %s, sys, zlib
 from importlib.machinery import ModuleSpec
 class Carried:
     def __init__(self, sources):
@@ -156,14 +168,18 @@ class Carried:
         return None
     def exec_module(self, module):
         name = module.__name__
-        exec(compile(self.sources[name], "<%%s>" %% name, "exec", dont_inherit=True), module.__dict__)
+        source = self.sources[name]
+        if isinstance(source, str):
+            source = compile(source, "<%%s>" %% name, "exec", dont_inherit=True)
+        exec(source, module.__dict__)
     def get_source(self, name):
-        return self.sources[name]
-sys.meta_path.insert(0, Carried(json.loads(zlib.decompress(base64.b64decode("%s")).decode())))
+        source = self.sources[name]
+        return source if isinstance(source, str) else None
+sys.meta_path.insert(0, Carried(%s.loads(zlib.decompress(base64.b64decode("%s")))))
 """
 
 _CALL = """\
-import importlib
+import importlib, json
 getattr(importlib.import_module("%s"), "%s")(json.loads(%r))
 """
 
@@ -192,7 +208,13 @@ def source(modules: Iterable[str] = ()) -> bytes:
     return _source(tuple(modules))
 
 
-def program(*, entry: str = STDIO_ENTRY, config: Mapping[str, Any] | None = None, modules: Iterable[str] = ()) -> bytes:
+def program(
+    *,
+    entry: str = STDIO_ENTRY,
+    config: Mapping[str, Any] | None = None,
+    modules: Iterable[str] = (),
+    bytecode: str = "",
+) -> bytes:
     """
     Return a program that makes modules importable and calls one of their functions.
 
@@ -200,6 +222,8 @@ def program(*, entry: str = STDIO_ENTRY, config: Mapping[str, Any] | None = None
         entry: What to call, as ``module:function``.
         config: Its only argument; whatever JSON can carry.
         modules: Names beside those of :func:`runner_modules`.
+        bytecode: For which bytecode the interpreter is made, in hexadecimal digits, if that is known. If it is ours,
+            it need not compile anything, which takes longer than all else that it does before it answers.
 
     Returns:
         The text of the program, in ASCII.
@@ -209,7 +233,8 @@ def program(*, entry: str = STDIO_ENTRY, config: Mapping[str, Any] | None = None
     if not all(part.isidentifier() for part in (*module.split("."), function)):
         raise ValueError(f"an entry is 'module:function', not {entry!r}")
     text = json.dumps(dict(config or {}), sort_keys=True, separators=(",", ":"))
-    return source(modules) + (_CALL % (module, function, text)).encode("ascii")
+    compiled = bytecode == MAGIC_NUMBER.hex()
+    return _source(tuple(modules), compiled=compiled) + (_CALL % (module, function, text)).encode("ascii")
 
 
 def stub(size: int) -> str:
@@ -241,17 +266,33 @@ def handover(nonce: str, text: bytes) -> bytes:
 
 
 @functools.cache
-def _source(modules: tuple[str, ...]) -> bytes:
+def _source(modules: tuple[str, ...], *, compiled: bool = False) -> bytes:
     names = (*runner_modules(), *modules)
-    sources = {name: _read(name) for name in names}
+    sources: dict[str, Any] = {name: _compiled(name) if compiled else _read(name) for name in names}
     for name in names:
         parts = name.split(".")[:-1]
         while parts:
             sources[".".join(parts)] = ""
             parts.pop()
-    text = json.dumps(sources, sort_keys=True, separators=(",", ":"))
-    packed = base64.b64encode(zlib.compress(text.encode("ascii"), 9)).decode("ascii")
-    return (_TEMPLATE % packed).encode("ascii")
+    if compiled:
+        data = marshal.dumps(dict(sorted(sources.items())))
+    else:
+        data = json.dumps(sources, sort_keys=True, separators=(",", ":")).encode("ascii")
+    loader = "marshal" if compiled else "json"
+    return (_TEMPLATE % (loader, loader, base64.b64encode(zlib.compress(data)).decode("ascii"))).encode("ascii")
+
+
+def _compiled(module: str) -> CodeType:
+    """Return the code of a module, from the interpreter's cache if it is there, without our paths."""
+    package, _, name = module.rpartition(".")
+    file = importlib.resources.files(package).joinpath(f"{name}.py")
+    code = SourceFileLoader(module, str(file)).get_code(module) if isinstance(file, Path) else None
+    return _renamed(code or compile(_read(module), module, "exec", dont_inherit=True), f"<{module}>")
+
+
+def _renamed(code: CodeType, name: str) -> CodeType:
+    inner = (_renamed(const, name) if isinstance(const, CodeType) else const for const in code.co_consts)
+    return code.replace(co_filename=name, co_consts=tuple(inner))
 
 
 def _read(module: str) -> str:

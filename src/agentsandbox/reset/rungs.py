@@ -32,6 +32,10 @@ class _Used:
 
     baseline: Baseline | None
     reuses: int = 0
+    streams: int = 0
+    """How many streams its session had taken when nothing of an episode had run since it was fresh."""
+    secrets: set[str] = attrs.field(factory=set)
+    """Files with credentials that are to be gone after the next reset."""
 
 
 class Resets:
@@ -41,11 +45,13 @@ class Resets:
     Args:
         backend: Whose sandboxes they are.
         policy: Which rungs may be used.
+        compare: Whether every sandbox gets a baseline, also where none is needed for a reset.
 
     """
 
-    def __init__(self, backend: Backend, policy: ResetPolicy) -> None:
+    def __init__(self, backend: Backend, policy: ResetPolicy, *, compare: bool = False) -> None:
         self.policy = policy
+        self._compare = compare
         self._backend = backend
         self._ladders: dict[str, Ladder] = {}
         self._used: dict[str, _Used] = {}
@@ -58,8 +64,8 @@ class Resets:
             SandboxLost: If it is lost meanwhile.
 
         """
-        used = self._used[sandbox.name] = _Used(None)
-        if self._cheapest_is_fresh(sandbox) or not hasattr(sandbox.session, "builtin"):
+        used = self._used[sandbox.name] = _Used(None, streams=_streams(sandbox))
+        if (self._cheapest_is_fresh(sandbox) and not self._compare) or not hasattr(sandbox.session, "builtin"):
             return
         try:
             used.baseline, why = await baseline.take(sandbox.session, self.policy)
@@ -87,6 +93,16 @@ class Resets:
         """Whether a used sandbox can become a fresh one of any image in the same place."""
         rung, _ = self._next(sandbox, ("jail", "files"))
         return rung == "restart"
+
+    def baseline(self, sandbox: BackendSandbox) -> Baseline | None:
+        """Return what a sandbox was like before its first command, if that is known."""
+        used = self._used.get(sandbox.name)
+        return None if used is None else used.baseline
+
+    def placed(self, sandbox: BackendSandbox, path: str) -> None:
+        """Note that a file with credentials is there, which the next reset has to take away."""
+        if (used := self._used.get(sandbox.name)) is not None:  # else it is gone, and the file with it
+            used.secrets.add(path)
 
     def forget(self, name: str) -> None:
         """Drop what is known of a sandbox that is gone."""
@@ -145,10 +161,17 @@ class Resets:
             report = ResetReport(rung="files", seconds=0.0, verified=False, reason=f"{type(error).__name__}: {error}")
         if report.verified and report.changed and self.policy.on_change == "replace":
             report = attrs.evolve(report, verified=False, reason=_NO_CHANGE)
+        if report.verified and _streams(sandbox) != used.streams:
+            report = attrs.evolve(report, verified=False, reason="the stream was attached again meanwhile")
         now = anyio.current_time()
+        if report.verified and (left := [path for path in sorted(used.secrets) if not _within(path, before.scope)]):
+            report = attrs.evolve(report, verified=False, reason=f"a secret is outside of the scope: {', '.join(left)}")
         if report.verified:
+            report = attrs.evolve(report, secrets=tuple(sorted(used.secrets)))
+            used.secrets.clear()
             used.baseline = after
             used.reuses += 1
+            used.streams = _streams(sandbox)
             ladder.succeeded("files", now - began)
         else:
             ladder.failed("files", now)
@@ -158,6 +181,7 @@ class Resets:
         self, sandbox: BackendSandbox, spec: SandboxSpec, began: float, failed: dict[str, str]
     ) -> tuple[BackendSandbox, ResetReport]:
         ladder, reuses = self._ladder(sandbox), self._used[sandbox.name].reuses
+        secrets = tuple(sorted(self._used[sandbox.name].secrets))
         try:
             fresh = await self._backend.recycle(sandbox, spec, sandbox.name)
         except InfrastructureError:
@@ -174,12 +198,15 @@ class Resets:
             raise
         self._used[fresh.name].reuses = reuses + 1
         reason = "; ".join(f"{rung}: {why}" for rung, why in failed.items())
-        return fresh, ResetReport(rung="restart", seconds=seconds, verified=True, reason=reason)
+        return fresh, ResetReport(rung="restart", seconds=seconds, verified=True, reason=reason, secrets=secrets)
 
     def _next(self, sandbox: BackendSandbox, failed: tuple[str, ...]) -> tuple[str | None, str]:
         used = self._used.get(sandbox.name)
         offered = set(sandbox.capabilities.rungs) - {"files", "restart"}
-        if used is not None and used.baseline is not None and sandbox.session.alive:
+        # A stream that was attached beside an episode of the same user may be in its hands: what comes over it can be
+        # used, since the episode could as well change what it does, but it proves nothing.
+        alone = used is not None and used.streams == _streams(sandbox)
+        if used is not None and used.baseline is not None and sandbox.session.alive and alone:
             offered.add("files")
         if self._backend.can_recycle(sandbox):
             offered.add("restart")
@@ -192,3 +219,11 @@ class Resets:
     def __repr__(self) -> str:
         ready = sum(used.baseline is not None for used in self._used.values())
         return f"<Resets [{len(self._used)} sandboxes, {ready} with a baseline]>"
+
+
+def _streams(sandbox: BackendSandbox) -> int:
+    return getattr(sandbox.session, "streams", 0)
+
+
+def _within(path: str, scope: tuple[str, ...]) -> bool:
+    return any(path.startswith(place.rstrip("/") + "/") for place in scope)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -116,28 +116,30 @@ class Ledger:
         self._entries.append(entry)
         self._ended[record.status] += 1
 
-    def take(self) -> Ticket | None:
+    def take(self, images: Iterable[str] | None = None) -> Ticket | None:
         """
         Start the next attempt: an episode to be tried again comes before one that never started.
 
         A group is of use only when it is complete, so its missing member goes first. An episode whose image has no room
         lets others pass: it would only wait for a sandbox in their place.
 
+        Args:
+            images: Only of these images, the first of them that has something waiting; of any if not given.
+
         Returns:
             What to try, or ``None`` if nothing waits that may run now.
 
         """
+        if images is not None:
+            image = next((image for image in images if self._queues.get(image) and self._has_room(image)), None)
+            # Its entry in the heap is outdated from now on.
+            return None if image is None else self._begin(image)
         while self._heads:
             _, index, image = heapq.heappop(self._heads)
             queue = self._queues[image]
             if not queue or queue[0] != index or not self._has_room(image):
                 continue
-            queue.popleft()
-            self._queued -= 1
-            self._entries[index].spent += 1
-            ticket = self._start(index)
-            self._offer(image)
-            return ticket
+            return self._begin(image)
         return None
 
     def twin(self, ticket: Ticket) -> Ticket | None:
@@ -238,6 +240,14 @@ class Ledger:
     def records(self) -> tuple[EpisodeRecord, ...]:
         """The records of the episodes that have ended, in input order."""
         return tuple(entry.record for entry in self._entries if entry.record is not None)
+
+    def _begin(self, image: str) -> Ticket:
+        index = self._queues[image].popleft()
+        self._queued -= 1
+        self._entries[index].spent += 1
+        ticket = self._start(index)
+        self._offer(image)
+        return ticket
 
     def _start(self, index: int) -> Ticket:
         entry = self._entries[index]

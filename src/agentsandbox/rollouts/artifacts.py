@@ -111,10 +111,11 @@ class ArtifactStore:
             if lease.commands:
                 await keep("commands.jsonl", base / "commands.jsonl", _lines(lease.commands))
             if patch is not None:
-                await keep("patch.diff", base / "patch.diff", patch.encode("utf-8", "surrogatepass"))
+                await keep("patch.diff", base / "patch.diff", _bytes(patch))
             for name in dict.fromkeys(episode.artifacts) if files else ():
                 try:
                     data = await lease.read_file(name, limit=ARTIFACT_LIMIT)
+                    data = getattr(lease, "redact", _same)(data)
                 except OutputLimitExceeded:
                     missing[name] = f"larger than {ARTIFACT_LIMIT} bytes"
                 except Exception as error:  # noqa: BLE001 - whatever is wrong with a file, the reward stands
@@ -139,6 +140,18 @@ class ArtifactStore:
 
     def __repr__(self) -> str:
         return f"<ArtifactStore {str(self.root)!r} [{self._saved} saved]>"
+
+
+def _bytes(text: str) -> bytes:
+    """Encode text whose lone surrogates are bytes, as those of a diff are; or whatever else they are."""
+    try:
+        return text.encode("utf-8", "surrogateescape")
+    except UnicodeEncodeError:
+        return text.encode("utf-8", "surrogatepass")
+
+
+def _same(data: bytes) -> bytes:
+    return data
 
 
 def _lines(commands: Sequence[Mapping[str, Any]]) -> bytes:

@@ -158,6 +158,7 @@ class AttemptRunner:
                     # It was cancelled from above; if so were we, this is where we learn of it.
                     await anyio.lowlevel.checkpoint()
                 graded, failure = self._judge(call)
+                graded = _without_secrets(draft.lease, graded)
                 if failure is None or not failure.retryable:
                     lost = await self._fence(draft.lease, call)
                     if lost is not None:
@@ -373,6 +374,14 @@ class AttemptRunner:
 
     def __repr__(self) -> str:
         return f"<AttemptRunner [{self.ledger!r} | {self._left_behind} left behind]>"
+
+
+def _without_secrets(lease: RolloutLease, graded: Graded | None) -> Graded | None:
+    """Take out of what is kept whatever credentials the sandbox was given."""
+    redact = getattr(lease, "redact", None)
+    if graded is None or redact is None:
+        return graded
+    return attrs.evolve(graded, patch=redact(graded.patch), info=redact(graded.info))
 
 
 _OVER = "the deadline of the batch passed while the episode ran"

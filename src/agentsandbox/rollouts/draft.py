@@ -53,6 +53,9 @@ class Draft:
     def attempt(self, now: float, *, reward: float | None = None, failure: Failure | None = None) -> Attempt:
         """Write down what has become of it."""
         lease, episode = self.lease, self.ticket.episode
+        redact = getattr(lease, "redact", None)
+        if failure is not None and redact is not None:
+            failure = attrs.evolve(failure, message=redact(failure.message))
         ttfc = (
             _since_call(lease.ttfc, self.lag)
             if lease is not None
@@ -82,6 +85,8 @@ class Draft:
                 ready_at=_between(self.submitted_at, self.granted_at),
             ),
             commands=tuple(lease.commands) if lease is not None else (),
+            restored=getattr(lease, "restored", None),
+            checkpoints=tuple(getattr(lease, "checkpoints", ())),
         )
 
 

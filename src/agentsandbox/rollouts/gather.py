@@ -7,7 +7,7 @@ import math
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import anyio
 
@@ -17,6 +17,7 @@ from agentsandbox.models.episode import EpisodeRecord, RolloutResult, check_batc
 from agentsandbox.rollouts.accounting import Ledger
 from agentsandbox.rollouts.artifacts import ArtifactStore
 from agentsandbox.rollouts.attempt import AttemptRunner
+from agentsandbox.rollouts.continuing import check_restore, continuing
 from agentsandbox.rollouts.hedging import Hedger
 from agentsandbox.rollouts.journal import Progress
 from agentsandbox.rollouts.notify import announce, announce_restored
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from agentsandbox.errors import Failure
     from agentsandbox.models.episode import Episode
     from agentsandbox.models.events import EventSink
+    from agentsandbox.rollouts.admission import Admission
     from agentsandbox.rollouts.hedging import HedgePolicy
     from agentsandbox.rollouts.journal import BatchJournal, Journal
     from agentsandbox.rollouts.source import LeaseSource, RolloutFunction
@@ -56,8 +58,11 @@ async def gather_rollouts(
     hedge: HedgePolicy | None = None,
     journal: Journal | None = None,
     batch_id: str | None = None,
+    restore: Mapping[str, Any] | None = None,
+    checkpoints: Any = None,
     sink: EventSink | Iterable[EventSink] = (),
     stragglers: TaskGroup | None = None,
+    admission: Admission | None = None,
 ) -> RolloutResult:
     """
     Run one attempt after another until every episode of *batch* has its record.
@@ -87,11 +92,16 @@ async def gather_rollouts(
             is never.
         journal: Where every step is written before it is taken; open for writing.
         batch_id: What the batch is called in the journal, such as ``"step-49"``.
+        restore: Episode id → the checkpoint, or its id, that each attempt of it goes on from: its sandbox holds it
+            before *rollout* is called.
+        checkpoints: Where those are kept; ``None`` is where the leases of *source* keep theirs.
         sink: What hears of the events ``attempt.started``, ``attempt.granted``, ``attempt.ended``, ``attempt.late``,
             ``release.failed``, ``episode.ended`` and ``episode.restored`` (taken from the journal): a callable, or
             several. A cancelled batch has its records there.
         stragglers: Task group that takes over rollout functions that do not stop when they are cancelled. Without one
             the call returns only when they have ended.
+        admission: Admits episodes as their sandboxes become ready, instead of in input order; it must be a sink of
+            *source*, too.
 
     Returns:
         One record an episode, in input order, with counts and times.
@@ -116,12 +126,15 @@ async def gather_rollouts(
         output=output,
         task_faults=task_faults,
     )
+    if restore:
+        check_restore(restore, episodes)
+        rollout = continuing(rollout, restore, checkpoints)
     if not episodes:
         return RolloutResult(records=())
 
     submitted_at = anyio.current_time()
     over = math.inf if deadline is None else submitted_at + deadline
-    publisher = Publisher((sink,) if callable(sink) else sink)
+    publisher = Publisher((*((sink,) if callable(sink) else sink), *((admission,) if admission is not None else ())))
     book = None if journal is None else await journal.begin(episodes, batch_id=batch_id)
     ledger = Ledger(max_attempts=max_attempts, retry_timeouts=retry_timeouts, limits=limits or {})
     resumed = _submit(ledger, episodes, book)
@@ -145,7 +158,7 @@ async def gather_rollouts(
                 race=None if hedger is None else Race(hedger),
             )
             for _ in range(min(parallelism or len(episodes), len(episodes))):
-                workers.start_soon(_work, runner, ledger, over)
+                workers.start_soon(_work, runner, ledger, over, admission)
         rest = failure_of(EpisodeTimeout("the deadline of the batch passed before the episode started"), Phase.ACQUIRE)
         await _end(ledger, rest, publisher, book)
         if book is not None:
@@ -204,11 +217,16 @@ async def _end(ledger: Ledger, failure: Failure, publisher: Publisher, book: Bat
             announce(publisher, record, anyio.current_time())
 
 
-async def _work(runner: AttemptRunner, ledger: Ledger, over: float) -> None:
+async def _work(runner: AttemptRunner, ledger: Ledger, over: float, admission: Admission | None) -> None:
     # A failed episode goes back to the head of the queue, so the worker that saw it fail finds it there: none is needed
     # after the queue has run dry.
     while anyio.current_time() < over and ledger.waiting:
-        ticket = ledger.take()
+        ticket = None
+        if admission is None:
+            ticket = ledger.take()
+        else:
+            with anyio.CancelScope(deadline=over):
+                ticket = await admission.take(ledger)
         if ticket is not None:
             await runner.run(ticket)
         else:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import AsyncIterable, Awaitable, Callable
+from collections.abc import AsyncIterable, Awaitable, Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import anyio
@@ -58,6 +58,8 @@ class Calls:
         self._running: dict[int, Call] = {}
         self.count = 0
         """How many commands were started."""
+        self.on_place: Callable[[Mapping[str, Any]], None] | None = None
+        """Told what the end of a command says about the place that its sandbox shares with others."""
 
     def __repr__(self) -> str:
         return f"<Calls [{len(self._running)} running of {self.count}]>"
@@ -249,6 +251,8 @@ class Calls:
             call.receive(frame)
             if call.done.is_set():
                 del self._running[frame.command]
+                if self.on_place is not None and call.exit is not None and "place" in call.exit.report:
+                    self.on_place(call.exit.report["place"])
                 if call.exit is not None and call.exit.survivors:
                     names = ", ".join(f"{process.pid} {process.command}" for process in call.exit.survivors[:5])
                     self.link.lose(SandboxLost("unkillable", names))
@@ -268,7 +272,7 @@ def start(command: Command, *, stdin: bool, window: int = WINDOW) -> dict[str, A
     return {
         **({"script": what} if isinstance(what, str) else {"argv": list(what)}),
         "cwd": command.cwd,
-        "env": dict(command.env),
+        "env": {**command.env, **command.secrets},
         "user": command.user,
         "stdin": stdin,
         "merge": command.merge,

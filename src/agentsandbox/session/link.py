@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """
-The tasks behind a session: one reads, one writes, one watches the clock, and all three start over on a new stream.
+The tasks behind a session: one reads, one writes while there is something to write; both start over on a new stream.
 
 The reader hands frames on and never waits for anybody, so that a slow consumer can neither stop the heartbeat nor the
 other commands.
@@ -8,6 +8,7 @@ other commands.
 
 from __future__ import annotations
 
+import math
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -29,13 +30,15 @@ from agentsandbox.protocol.frames import (
     dump,
     load,
 )
+from agentsandbox.session.pulse import watching
 from agentsandbox.session.retrying import REATTACH_ATTEMPTS, STREAM_ERRORS, attempts, pause
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Mapping
 
-    from anyio.abc import TaskStatus
+    from anyio.abc import TaskGroup, TaskStatus
 
+    from agentsandbox.session.pulse import Pulse
     from agentsandbox.transport import ByteStream
 
 __all__ = ["Link"]
@@ -65,6 +68,7 @@ class Link:
         heartbeat_timeout: Seconds it has to answer.
         deliver: Takes each frame of a command; raises :exc:`FrameError` if it does not fit.
         on_lost: Called once when the runner is lost for good.
+        pulse: What watches the clock for it; ``None`` is a task of its own.
 
     """
 
@@ -78,6 +82,7 @@ class Link:
         heartbeat_timeout: float,
         deliver: Callable[[Frame], None],
         on_lost: Callable[[], None],
+        pulse: Pulse | None = None,
     ) -> None:
         self._stream = stream
         self._nonce = nonce
@@ -86,14 +91,16 @@ class Link:
         self._heartbeat_timeout = heartbeat_timeout
         self._deliver = deliver
         self._on_lost = on_lost
+        self._pulse = pulse
         self._connection = Connection(TO_DRIVER)
-        self._wakeup = anyio.Event()
+        self._group: TaskGroup | None = None
+        self._writing = False
         self._scope: anyio.CancelScope | None = None
         self._ended = anyio.Event()
         self._pings: dict[bytes, anyio.Event] = {}
         self._ping_count = 0
         self._pongs = 0
-        self._heard: anyio.Event | None = None
+        self._asked: tuple[float, float] | None = None  # when the last byte had arrived by then, and when that was
         self._broken = ""
         self._carried = (-1, -1)
         self._fruitless = 0  # streams in a row that could be attached and then carried nothing
@@ -131,7 +138,7 @@ class Link:
     def send(self, kind: int, command: int, payload: bytes = b"") -> None:
         """Queue a frame. It goes out as soon as the stream takes it, in the order of the calls."""
         self._connection.send(kind, command, payload)
-        self._wakeup.set()
+        self._flush()
 
     def lose(self, error: SandboxLost) -> None:
         """Give the runner up: nothing that it says counts any more."""
@@ -260,13 +267,11 @@ class Link:
         self.streams += 1
         self.facts = MappingProxyType(facts)
         self.last_received = self.attached_at = anyio.current_time()
-        self._broken = ""
-        self._pongs = 0
+        self._broken, self._pongs, self._asked = "", 0, None
         for frame in frames[1:]:
             self._dispatch(frame)
         for token in self._pings:
             connection.send(PING, 0, token)
-        self._wakeup.set()
 
     async def _reattach(self) -> bool:
         """Open a new stream to the same runner; return whether that worked."""
@@ -306,11 +311,15 @@ class Link:
     async def _serve(self) -> bool:
         """Read, write and watch one stream until it ends; return whether another one may follow."""
         stream = self._stream
-        async with anyio.create_task_group() as group:
-            group.start_soon(self._write, stream, group.cancel_scope)
-            group.start_soon(self._watch, group.cancel_scope)
-            await self._read(stream)
-            group.cancel_scope.cancel()
+        try:
+            async with anyio.create_task_group() as group:
+                self._group = group
+                self._flush()
+                with watching(self, self._pulse, group):
+                    await self._read(stream)
+                group.cancel_scope.cancel()
+        finally:
+            self._group, self._writing = None, False
         self._connection.detach()
         with anyio.move_on_after(CLOSE, shield=True):
             await stream.aclose()
@@ -325,9 +334,6 @@ class Link:
                 self._broken = self._broken or f"reading failed ({type(error).__name__})"
                 return
             self.last_received = anyio.current_time()
-            if self._heard is not None:
-                self._heard.set()
-                self._heard = None
             try:
                 for frame in connection.receive_data(data):
                     self._dispatch(frame)
@@ -339,8 +345,7 @@ class Link:
                 violation.__cause__ = error
                 self.violate(violation)
                 return
-            if connection.pending:
-                self._wakeup.set()
+            self._flush()
 
     def _dispatch(self, frame: Frame) -> None:
         kind = frame.type
@@ -359,32 +364,37 @@ class Link:
         else:
             self._deliver(frame)
 
+    def _flush(self) -> None:
+        """Have what is queued written, by a task that lasts only for as long as there is something."""
+        if self._group is not None and not self._writing and self._connection.pending:
+            self._writing = True
+            self._group.start_soon(self._write, self._stream, self._group.cancel_scope)
+
     async def _write(self, stream: ByteStream, scope: anyio.CancelScope) -> None:
         try:
-            while True:
-                if chunks := self._connection.data_to_send():
-                    await stream.send(chunks)
-                    self._pongs = 0
-                else:
-                    self._wakeup = anyio.Event()
-                    await self._wakeup.wait()
+            while chunks := self._connection.data_to_send():
+                await stream.send(chunks)
+                self._pongs = 0
         except STREAM_ERRORS as error:
             # The last words of the runner may be on their way: let the reader find the end of them.
             self._broken = self._broken or f"writing failed ({type(error).__name__})"
             scope.deadline = anyio.current_time() + DRAIN
+        else:
+            self._writing = False
 
-    async def _watch(self, scope: anyio.CancelScope) -> None:
-        while True:
-            seen = self.last_received
-            await anyio.sleep(max(0.0, seen + self._heartbeat - anyio.current_time()))
-            if self.last_received != seen:
-                continue
+    def beat(self, now: float) -> float:
+        """Ask the runner for an answer if it was silent for too long, and give the stream up if there is none."""
+        if self._asked is None or self._asked[0] != self.last_received:
+            due = self.last_received + self._heartbeat
+            if now < due:
+                return due
+            self._asked = self.last_received, now
             self._connection.acknowledge()
             self.send(PING, 0, b"heartbeat")
-            self._heard = anyio.Event()
-            with anyio.move_on_after(self._heartbeat_timeout):
-                await self._heard.wait()
-            if self.last_received == seen:
-                self._broken = f"no answer to a heartbeat within {self._heartbeat_timeout:g} s"
-                scope.cancel()
-                return
+        due = self._asked[1] + self._heartbeat_timeout
+        if now < due:
+            return min(due, now + self._heartbeat)
+        self._broken = f"no answer to a heartbeat within {self._heartbeat_timeout:g} s"
+        if self._group is not None:
+            self._group.cancel_scope.cancel()
+        return math.inf

@@ -3,13 +3,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import anyio
 
 from agentsandbox.protocol.frames import STDERR, STDOUT
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from types import TracebackType
 
     from agentsandbox.models.command import Command, ExecResult
@@ -134,6 +135,11 @@ class Process:
         """Whether it has not ended yet, as far as is known."""
         return not self._call.done.is_set()
 
+    @property
+    def report(self) -> Mapping[str, Any]:
+        """What a builtin had to say when it ended; empty until then."""
+        return self._call.exit.report if self._call.exit is not None else {}
+
     async def wait(self) -> ExecResult:
         """
         Wait until the command ends. Somebody must read its output meanwhile, or a full window stops it.
@@ -156,6 +162,21 @@ class Process:
         If it is not confirmed in time, the sandbox counts as lost.
         """
         await self._calls.kill(self._call)
+
+    async def end(self, within: float) -> None:
+        """
+        Close standard input, drop unread output, and wait for the command to end by itself; kill it if it does not.
+
+        Args:
+            within: How long it may take, in seconds.
+
+        """
+        if not self._call.done.is_set():
+            self._call.end_input()
+            self._call.abandon()
+            with anyio.move_on_after(within, shield=True):
+                await self._call.done.wait()
+        await self.kill()
 
     async def aclose(self) -> None:
         """Kill the command if it still runs. Idempotent."""

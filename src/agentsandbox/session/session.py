@@ -9,6 +9,7 @@ import anyio
 import anyio.lowlevel
 
 from agentsandbox.errors import OutputLimitExceeded, SandboxLost, StreamBroken
+from agentsandbox.models.command import Command
 from agentsandbox.protocol.frames import STDERR, STDOUT
 from agentsandbox.session import files, trees
 from agentsandbox.session.call import WINDOW, Chunks
@@ -22,7 +23,8 @@ if TYPE_CHECKING:
 
     from anyio.abc import TaskStatus
 
-    from agentsandbox.models.command import Command, ExecResult
+    from agentsandbox.models.command import ExecResult
+    from agentsandbox.session.pulse import Pulse
     from agentsandbox.transport import ByteStream
 
 __all__ = ["OnOutput", "Session", "Stdin"]
@@ -39,6 +41,8 @@ class Session:
             stream is the loss of the sandbox. It raises :exc:`SandboxLost` when trying again is useless.
         heartbeat: Seconds without a byte from the runner after which it is asked for one.
         heartbeat_timeout: Seconds that it has to answer, also when it is attached.
+        pulse: What watches the clock for it and for others; ``None`` is a task of its own.
+        on_place: Told what the end of each command says about a place that the sandbox shares with others, if it does.
 
     """
 
@@ -50,8 +54,11 @@ class Session:
         reopen: Callable[[], Awaitable[ByteStream]] | None = None,
         heartbeat: float = 15.0,
         heartbeat_timeout: float = 30.0,
+        pulse: Pulse | None = None,
+        on_place: Callable[[Mapping[str, Any]], None] | None = None,
     ) -> None:
         self._calls = Calls()
+        self._calls.on_place = on_place
         self._link = self._calls.link = Link(
             stream,
             nonce=nonce,
@@ -60,6 +67,7 @@ class Session:
             heartbeat_timeout=heartbeat_timeout,
             deliver=self._calls.deliver,
             on_lost=self._calls.on_lost,
+            pulse=pulse,
         )
 
     def __repr__(self) -> str:
@@ -76,6 +84,11 @@ class Session:
     def alive(self) -> bool:
         """Whether commands can be given to it, as far as is known without asking."""
         return self._link.lost is None and self._link.streams > 0
+
+    @property
+    def streams(self) -> int:
+        """How many streams it took so far: more than before if it was attached again."""
+        return self._link.streams
 
     @property
     def lost(self) -> SandboxLost | None:
@@ -169,6 +182,33 @@ class Session:
         await anyio.lowlevel.checkpoint_if_cancelled()
         queues = {STDOUT: Chunks(), STDERR: Chunks()}
         payload = start(command, stdin=True, window=window)
+        return await self._open(payload, command, queues, window)
+
+    async def open_builtin(self, name: str, arguments: Mapping[str, Any], *, window: int = WINDOW) -> Process:
+        """
+        Have the runner do what takes as long as its streams are used: ``jail``.
+
+        Args:
+            name: What.
+            arguments: What it needs for that.
+            window: Bytes of unread output beyond which it has to wait.
+
+        Returns:
+            The process; its ``report`` says more when it has ended.
+
+        Raises:
+            StartError: If it could not be started.
+            SandboxLost: If the sandbox or the stream to it was lost.
+
+        """
+        await anyio.lowlevel.checkpoint_if_cancelled()
+        command = Command(command=(name,), timeout=None)
+        payload = start(command, stdin=True, window=window)
+        del payload["argv"]
+        payload |= {"builtin": name, "args": {"path": "", **arguments}}
+        return await self._open(payload, command, {STDOUT: Chunks(), STDERR: Chunks()}, window)
+
+    async def _open(self, payload: dict[str, Any], command: Command, queues: dict[int, Chunks], window: int) -> Process:
         call = self._calls.begin(payload, limit=1, window=window, queues=queues, streams_stdin=True)
         try:
             while call.pid is None and not call.done.is_set():
@@ -248,24 +288,37 @@ class Session:
         """
         await trees.download_dir(self._calls, source, target, user=user)
 
-    async def builtin(self, name: str, arguments: Mapping[str, Any], *, timeout: float) -> dict[str, Any]:
+    async def builtin(
+        self,
+        name: str,
+        arguments: Mapping[str, Any],
+        *,
+        timeout: float,
+        stdin: Stdin | None = None,
+        on_output: OnOutput | None = None,
+    ) -> dict[str, Any]:
         """
-        Have the runner do what is about the whole sandbox: ``baseline`` or ``reset``.
+        Have the runner do what is about the whole sandbox: ``baseline``, ``reset``, or what :mod:`.changes` is about.
 
         Args:
             name: What.
             arguments: What it needs for that.
             timeout: Seconds that it may take.
+            stdin: What it is to read.
+            on_output: Called with the next bytes of what it sends.
 
         Returns:
             Its report.
 
         Raises:
             CommandTimeout: If it took too long; it was stopped half-way.
+            OSError: Python's own for what it could not do, with the path.
             SandboxLost: If the sandbox or the stream to it was lost.
 
         """
-        _, report = await files.builtin(self._calls, name, "", dict(arguments), user=None, timeout=timeout)
+        _, report = await files.builtin(
+            self._calls, name, "", dict(arguments), user=None, timeout=timeout, stdin=stdin, on_output=on_output
+        )
         return report
 
     async def ping(self, timeout: float = 5.0) -> float:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from agentsandbox.session.calls import Calls
 
-__all__ = ["download_dir", "upload_dir"]
+__all__ = ["beside", "download_dir", "upload_dir"]
 
 TIMEOUT = 3600.0
 """Seconds that copying a directory may take."""
@@ -53,7 +53,7 @@ async def upload_dir(calls: Calls, source: Path, target: str, *, user: str | int
 
         await builtin(calls, "unpack", target, {}, user=user, timeout=TIMEOUT, stdin=pieces())
 
-    await _beside(lambda sock: archives.pack(os.fsencode(source), sock.fileno()), transfer)
+    await beside(lambda sock: archives.pack(os.fsencode(source), sock.fileno()), transfer)
 
 
 async def download_dir(calls: Calls, source: str, target: Path, *, user: str | int | None) -> None:
@@ -70,7 +70,7 @@ async def download_dir(calls: Calls, source: str, target: Path, *, user: str | i
         await builtin(calls, "pack", source, {}, user=user, timeout=TIMEOUT, on_output=take)
 
     try:
-        await _beside(lambda sock: archives.unpack(os.fsencode(target), sock.fileno(), modes=MODES), transfer)
+        await beside(lambda sock: archives.unpack(os.fsencode(target), sock.fileno(), modes=MODES), transfer)
     except archives.Refused as error:
         # The episode's doing: such a link is nothing that a tree outside of the sandbox can have.
         raise PermissionError(errno.EPERM, f"refused: {error}", source) from error
@@ -79,7 +79,7 @@ async def download_dir(calls: Calls, source: str, target: Path, *, user: str | i
         raise calls.loss() from error
 
 
-async def _beside(
+async def beside(
     work: Callable[[socket.socket], object], transfer: Callable[[SocketStream, list[Exception]], Awaitable[None]]
 ) -> None:
     """

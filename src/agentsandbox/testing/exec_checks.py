@@ -18,8 +18,7 @@ from agentsandbox.errors import (
     UserNotFound,
     WorkingDirectoryNotFound,
 )
-from agentsandbox.models.sandbox import ExecLevel
-from agentsandbox.testing.subject import HANG_GUARD, NotApplicable, Source, raises
+from agentsandbox.testing.subject import HANG_GUARD, Need, NotApplicable, Source, need, raises, sh
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -30,7 +29,7 @@ MIB = 1024 * 1024
 async def check_exit_codes_and_streams(source: Source, image: str) -> None:
     """A command that ends gives its exit code, with standard output and standard error apart and byte-exact."""
     async with await source.acquire(image) as lease:
-        result = await lease.exec("printf 'out\\n'; printf 'err' >&2; exit 70")
+        result = await sh(lease, "printf 'out\\n'; printf 'err' >&2; exit 70")
         assert (result.exit_code, result.stdout, result.stderr) == (70, b"out\n", b"err")
         assert not result.ok
         assert (result.sizes.stdout, result.sizes.stderr, result.truncated) == (4, 3, False)
@@ -44,29 +43,30 @@ async def check_signals_are_128_plus_n(source: Source, image: str) -> None:
     """A command that signal n ends has the exit code 128 + n, and is never taken for a timeout."""
     async with await source.acquire(image) as lease:
         for name, number in [("TERM", 15), ("KILL", 9), ("INT", 2), ("SEGV", 11)]:
-            assert (await lease.exec(f"kill -{name} $$", timeout=30)).exit_code == 128 + number, name
+            assert (await sh(lease, f"kill -{name} $$", timeout=30)).exit_code == 128 + number, name
 
 
 async def check_string_is_a_script_and_list_is_argv(source: Source, image: str) -> None:
     """A string is run by a POSIX shell; a list reaches the program word for word, uninterpreted."""
     async with await source.acquire(image) as lease:
-        assert (await lease.exec("x=3; echo $((x + 4)) | cat")).stdout == b"7\n"
-
         words = ["$HOME", "`id`", "two words", "", "*", "'\"\\", "line\nbreak", "é✨", "-n"]
         assert (await lease.exec(["printf", "%s|", *words])).stdout == "".join(f"{w}|" for w in words).encode()
 
+        need(lease, Need.SHELL)
+        assert (await lease.exec("x=3; echo $((x + 4)) | cat")).stdout == b"7\n"
+
 
 async def check_result_says_what_it_cost(source: Source, image: str) -> None:
-    """A result carries wall time, processor time and, where the level can know it, peak memory of the command."""
+    """A result carries wall time, processor time and peak memory of the command, as far as the level can know them."""
     async with await source.acquire(image) as lease:
-        result = await lease.exec("i=0; while [ $i -lt 20000 ]; do i=$((i+1)); done")
+        result = await sh(lease, "i=0; while [ $i -lt 20000 ]; do i=$((i+1)); done")
 
         assert result.ok
         assert result.wall_seconds > 0
+        need(lease, Need.PROCESSOR_TIME)
         assert result.cpu_seconds is not None
         assert 0 < result.cpu_seconds
-        if result.peak_memory_bytes is None and lease.capabilities.exec_level is not ExecLevel.RUNNER:
-            raise NotApplicable("the memory of processes that have ended is known to the runner only")
+        need(lease, Need.PEAK_MEMORY)
         assert result.peak_memory_bytes is not None
         assert result.peak_memory_bytes > 64 * 1024
 
@@ -75,7 +75,7 @@ async def check_check_true_raises_on_failure(source: Source, image: str) -> None
     """``check=True`` turns an exit code other than 0 into :exc:`CommandFailed` that carries the result."""
     async with await source.acquire(image) as lease:
         with raises(CommandFailed, match="exit code 3: broken") as caught:
-            await lease.exec("echo partial; echo broken >&2; exit 3", check=True)
+            await sh(lease, "echo partial; echo broken >&2; exit 3", check=True)
 
         assert (caught.value.result.exit_code, caught.value.result.stdout) == (3, b"partial\n")
 
@@ -89,6 +89,9 @@ async def check_start_errors_are_typed(source: Source, image: str) -> None:
             await lease.exec(["/nowhere/prog"])
         with raises(CommandNotExecutable, match="/etc/passwd"):
             await lease.exec(["/etc/passwd"])
+        assert (await lease.exec(["echo", "good"])).stdout == b"good\n"
+
+        need(lease, Need.SHELL)
         with raises(WorkingDirectoryNotFound, match="/no/such/dir"):
             await lease.exec("touch ran", cwd="/no/such/dir")
         with raises(UserNotFound, match="no-such-user-4711"):
@@ -113,7 +116,7 @@ async def check_nonsense_is_refused_before_it_runs(source: Source, image: str) -
 async def check_p16_there_is_no_terminal(source: Source, image: str) -> None:
     """No terminal is between the command and its bytes: no CRLF, no colours, standard error stays apart."""
     async with await source.acquire(image) as lease:
-        result = await lease.exec(r"printf 'a\n'; printf 'e\n' >&2; test -t 1 && echo tty; test -t 0 && echo tty; true")
+        result = await sh(lease, r"printf 'a\n'; printf 'e\n' >&2; test -t 1 && echo tty; test -t 0 && echo tty; true")
 
         assert (result.stdout, result.stderr) == (b"a\n", b"e\n")
 
@@ -121,21 +124,21 @@ async def check_p16_there_is_no_terminal(source: Source, image: str) -> None:
 async def check_p21_no_state_leaks_between_commands(source: Source, image: str) -> None:
     """Each command is its own process: ``exit``, ``set -e``, ``exec``, ``cd`` and ``export`` end with it."""
     async with await source.acquire(image) as lease:
-        home = (await lease.exec("pwd")).stdout
-        result = await lease.exec("echo before; exit 3")
+        home = (await sh(lease, "pwd")).stdout
+        result = await sh(lease, "echo before; exit 3")
         assert (result.exit_code, result.stdout) == (3, b"before\n")
-        assert (await lease.exec("set -e; false")).exit_code == 1
-        assert (await lease.exec("exec true")).exit_code == 0
-        assert (await lease.exec("cd /tmp; export A=1")).exit_code == 0
-        assert (await lease.exec('echo "$A$PWD"')).stdout == home
+        assert (await sh(lease, "set -e; false")).exit_code == 1
+        assert (await sh(lease, "exec true")).exit_code == 0
+        assert (await sh(lease, "cd /tmp; export A=1")).exit_code == 0
+        assert (await sh(lease, 'echo "$A$PWD"')).stdout == home
 
 
 async def check_p22_stdin_is_empty_or_delivered(source: Source, image: str) -> None:
     """Without ``stdin=`` the input is empty and at its end; what is given arrives, also when it is empty."""
     async with await source.acquire(image) as lease:
-        result = await lease.exec("cat; echo rc=$?; read x; echo r=$?", timeout=30)
+        result = await sh(lease, "cat; echo rc=$?; read x; echo r=$?", timeout=30)
         assert result.stdout == b"rc=0\nr=1\n"
-        assert (await lease.exec("wc -c", stdin=b"abc")).text.strip() == "3"
+        assert (await sh(lease, "wc -c", stdin=b"abc")).text.strip() == "3"
         assert (await lease.exec(["cat"], stdin=b"")).stdout == b""
         every_byte = bytes(range(256)) * 3
         assert (await lease.exec(["cat"], stdin=every_byte)).stdout == every_byte
@@ -161,12 +164,13 @@ async def check_unread_stdin_does_not_hang(source: Source, image: str) -> None:
         with anyio.fail_after(HANG_GUARD):
             assert (await lease.exec(["head", "-c", "1"], stdin=b"x" * (8 * MIB))).stdout == b"x"
             assert (await lease.exec(["true"], stdin=b"x" * (8 * MIB))).exit_code == 0
-            assert (await lease.exec("exec <&-; echo closed", stdin=b"x" * (8 * MIB))).stdout == b"closed\n"
+            assert (await sh(lease, "exec <&-; echo closed", stdin=b"x" * (8 * MIB))).stdout == b"closed\n"
 
 
 async def check_large_arguments_and_scripts(source: Source, image: str) -> None:
     """Arguments and scripts of 1 MiB work."""
     async with await source.acquire(image) as lease:
+        need(lease, Need.LONG_ARGUMENTS)
         chunk = "x" * (64 * 1024)
         assert (await lease.exec(["printf", "%s", *([chunk] * 16)])).stdout == (chunk * 16).encode()
 
@@ -184,13 +188,15 @@ async def check_environment(source: Source, image: str) -> None:
     os.environ["AGENTSANDBOX_CONFORMANCE_SECRET"] = "s1"  # noqa: S105
     try:
         async with await source.acquire(image) as lease:
-            result = await lease.exec(["sh", "-c", r'printf "%s\n" "$A"'], env={"A": value})
-            assert result.stdout == value.encode() + b"\n"
-            assert (await lease.exec('printf "[%s]" "$A"')).stdout == b"[]"
             text = (await lease.exec(["env"])).text
             assert "s1" not in text.split("\n")
             assert "AGENTSANDBOX_CONFORMANCE_SECRET" not in text
-            assert (await lease.exec('test -n "$PATH" && test -d "$HOME" && test -w "$HOME"')).ok
+            assert (await sh(lease, 'test -n "$PATH" && test -d "$HOME" && test -w "$HOME"')).ok
+
+            need(lease, Need.SHELL)
+            result = await lease.exec(["sh", "-c", r'printf "%s\n" "$A"'], env={"A": value})
+            assert result.stdout == value.encode() + b"\n"
+            assert (await lease.exec('printf "[%s]" "$A"')).stdout == b"[]"
     finally:
         del os.environ["AGENTSANDBOX_CONFORMANCE_SECRET"]
 
@@ -198,9 +204,12 @@ async def check_environment(source: Source, image: str) -> None:
 async def check_working_directory(source: Source, image: str) -> None:
     """Without ``cwd=`` a command starts in the sandbox's directory, where it may write; a relative one is below it."""
     async with await source.acquire(image) as lease:
-        base = (await lease.exec("pwd")).text.strip()
+        base = (await sh(lease, "pwd")).text.strip()
         assert base.startswith("/")
-        await lease.exec("mkdir -p sub/deep && echo here > sub/deep/f", check=True)
+        await sh(lease, "mkdir -p sub/deep && echo here > sub/deep/f", check=True)
+        assert (await lease.exec(["cat", "sub/deep/f"])).stdout == b"here\n"
+
+        need(lease, Need.SHELL)
         assert (await lease.exec(["cat", "f"], cwd="sub/deep")).stdout == b"here\n"
         assert (await lease.exec("pwd", cwd="sub")).text.strip() == f"{base.rstrip('/')}/sub"
         assert (await lease.exec("pwd", cwd="/usr")).text.strip() == "/usr"
@@ -222,6 +231,7 @@ async def check_user(source: Source, image: str) -> None:
 async def check_merge_keeps_order(source: Source, image: str) -> None:
     """``merge=True`` puts standard error into standard output, in the order of writing."""
     async with await source.acquire(image) as lease:
+        need(lease, Need.SHELL)
         script = "for i in 1 2 3 4 5; do echo o$i; echo e$i >&2; done"
         result = await lease.exec(script, merge=True)
 
@@ -245,7 +255,7 @@ async def check_output_is_streamed(source: Source, image: str) -> None:
     async with await source.acquire(image) as lease:
         with anyio.fail_after(HANG_GUARD):
             script = "echo first; read x; echo got $x; echo e >&2"
-            result = await lease.exec(script, stdin=answer(), on_output=on_output)
+            result = await sh(lease, script, stdin=answer(), on_output=on_output)
 
         assert (result.stdout, result.stderr) == (b"first\ngot go\n", b"e\n")
         assert b"".join(data for stream, data in seen if stream == "stdout") == b"first\ngot go\n"
@@ -255,7 +265,7 @@ async def check_output_is_streamed(source: Source, image: str) -> None:
 async def check_undecodable_output_stays_bytes(source: Source, image: str) -> None:
     """Bytes are the truth: what is not UTF-8 arrives as it is, and text replaces it; split characters are whole."""
     async with await source.acquire(image) as lease:
-        result = await lease.exec(r"printf '\303\050\377\000\n'; printf '\342'; sleep 0.05; printf '\234\250'")
+        result = await sh(lease, r"printf '\303\050\377\000\n'; printf '\342'; sleep 0.05; printf '\234\250'")
 
         assert result.stdout == b"\xc3\x28\xff\x00\n\xe2\x9c\xa8"
         assert result.text == "\ufffd(\ufffd\x00\n✨"
@@ -264,16 +274,16 @@ async def check_undecodable_output_stays_bytes(source: Source, image: str) -> No
 async def check_p24_output_is_capped(source: Source, image: str) -> None:
     """Output over the cap keeps head and tail, counts every byte, says so, and does not fill the driver's memory."""
     async with await source.acquire(image) as lease:
-        await lease.exec("yes | head -c 4194304", output_limit=MIB)
+        await sh(lease, "yes | head -c 4194304", output_limit=MIB)
         before = _resident()
-        result = await lease.exec("yes | head -c 52428800", output_limit=MIB)
+        result = await sh(lease, "yes | head -c 52428800", output_limit=MIB)
         grown = _resident() - before
 
         assert (result.exit_code, result.truncated, result.sizes.stdout) == (0, True, 52_428_800)
         assert 0 < len(result.stdout) <= MIB
         assert grown < 16 * MIB
 
-        result = await lease.exec("seq 1 200000; seq 1 5 >&2", output_limit=4096)
+        result = await sh(lease, "seq 1 200000; seq 1 5 >&2", output_limit=4096)
         whole = b"".join(b"%d\n" % i for i in range(1, 200_001))
         assert result.sizes.stdout == len(whole)
         assert len(result.stdout) <= 4096
@@ -285,11 +295,11 @@ async def check_p24_output_is_capped(source: Source, image: str) -> None:
 async def check_require_complete(source: Source, image: str) -> None:
     """``require_complete=True`` raises instead of cutting; output of exactly the limit is complete."""
     async with await source.acquire(image) as lease:
-        result = await lease.exec("yes | head -c 1048576", output_limit=MIB, require_complete=True)
+        result = await sh(lease, "yes | head -c 1048576", output_limit=MIB, require_complete=True)
         assert (result.truncated, len(result.stdout)) == (False, MIB)
 
         with raises(OutputLimitExceeded, match="1048576") as caught:
-            await lease.exec("yes | head -c 52428800", output_limit=MIB, require_complete=True)
+            await sh(lease, "yes | head -c 52428800", output_limit=MIB, require_complete=True)
         assert caught.value.limit == MIB
         assert (await lease.exec(["true"])).ok
 
@@ -297,8 +307,8 @@ async def check_require_complete(source: Source, image: str) -> None:
 async def check_programs_start_clean(source: Source, image: str) -> None:
     """A command has default signal dispositions, umask 022 and no descriptors but 0, 1 and 2."""
     async with await source.acquire(image) as lease:
-        assert (await lease.exec("yes | head -n 1")).stderr == b""
-        assert (await lease.exec("umask")).text.strip() in {"0022", "022"}
+        assert (await sh(lease, "yes | head -n 1")).stderr == b""
+        assert (await sh(lease, "umask")).text.strip() in {"0022", "022"}
         numbers = {int(n) for n in (await lease.exec(["ls", "/proc/self/fd"])).text.split()}
         assert numbers <= {0, 1, 2, 3}  # 3 is the directory that ls reads
 
@@ -311,11 +321,11 @@ async def check_commands_run_side_by_side(source: Source, image: str) -> None:
 
         async def one(number: int) -> None:
             script = f"i=0; while [ $i -lt 300 ]; do echo {number}-$i; i=$((i+1)); done"
-            results[number] = (await lease.exec(script)).stdout
+            results[number] = (await sh(lease, script)).stdout
 
         with anyio.fail_after(HANG_GUARD):
             async with anyio.create_task_group() as group:
-                group.start_soon(lambda: lease.exec("yes | head -c 20000000", output_limit=1024))
+                group.start_soon(lambda: sh(lease, "yes | head -c 20000000", output_limit=1024))
                 for number in range(8):
                     group.start_soon(one, number)
 

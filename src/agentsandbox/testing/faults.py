@@ -3,15 +3,19 @@
 
 from __future__ import annotations
 
+import secrets
 from collections import deque
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+import anyio
 
 from agentsandbox.backends.base import Backend, BackendSandbox
+from agentsandbox.backends.opening import backend_class
 from agentsandbox.errors import SandboxLost, UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterable
+    from collections.abc import AsyncIterator, Iterable, Mapping
 
     from agentsandbox.models.sandbox import SandboxSpec
 
@@ -41,12 +45,22 @@ class FaultySandbox(BackendSandbox):
         """From the check after *after* more on, say that this sandbox is lost."""
         self._lost = (self.checks + after, reason)
 
+    async def cut(self) -> None:
+        """End the stream to its runner here and now, as if something on the way had failed."""
+        with anyio.CancelScope(shield=True):
+            await self.session._link._stream.aclose()  # noqa: SLF001 - nobody else has a reason to
+
     async def check(self) -> None:
         """Compare the identity, unless this sandbox is declared lost."""
         self.checks += 1
         if self._lost is not None and self.checks > self._lost[0]:
             raise SandboxLost(self._lost[1], "an injected fault")
         await self.inner.check()
+
+    async def vet(self) -> None:
+        """Compare the identity, and whatever else the inner backend knows before a lease."""
+        await self.check()
+        await self.inner.vet()
 
 
 class FaultyBackend(Backend):
@@ -62,6 +76,9 @@ class FaultyBackend(Backend):
 
     def __init__(self, inner: Backend) -> None:
         self._inner = inner
+        # A journal knows whose sandboxes they are by it, and so does the driver that comes after.
+        self.name = inner.name  # type: ignore[misc]
+        self.run_id = getattr(inner, "run_id", None) or secrets.token_hex(6)
         self._create_errors: deque[BaseException] = deque()
         self._losses: deque[tuple[str, int]] = deque()
         self._alive: dict[str, FaultySandbox] = {}
@@ -105,6 +122,35 @@ class FaultyBackend(Backend):
         if name not in self._alive:
             raise UsageError(f"no sandbox named {name!r} is alive")
         self._alive[name].lose(reason, after)
+
+    async def cut(self, name: str) -> None:
+        """
+        End the stream to a sandbox that exists. Where its backend can attach again, nothing is lost by that.
+
+        Args:
+            name: Its name, as in ``lease.sandbox``.
+
+        Raises:
+            UsageError: If there is no such sandbox.
+
+        """
+        if name not in self._alive:
+            raise UsageError(f"no sandbox named {name!r} is alive")
+        await self._alive[name].cut()
+
+    @property
+    def alive(self) -> tuple[str, ...]:
+        """The names of the sandboxes that exist."""
+        return tuple(self._alive)
+
+    @classmethod
+    async def remove_leftovers(cls, receipt: Mapping[str, Any]) -> list[str]:
+        """Remove what the inner backend of a killed driver left behind."""
+        return await backend_class(str(receipt["backend"])).remove_leftovers(receipt)
+
+    def receipt(self) -> Mapping[str, Any]:
+        """Return what the inner backend needs to know of this run."""
+        return self._inner.receipt()
 
     def default_spares(self, size: int) -> int:
         """Keep as many spares as the inner backend does."""

@@ -9,7 +9,7 @@ import tempfile
 from pathlib import Path
 
 from agentsandbox.errors import OutputLimitExceeded
-from agentsandbox.testing.subject import NotApplicable, Source, raises
+from agentsandbox.testing.subject import Need, NotApplicable, Source, need, raises
 
 MIB = 1024 * 1024
 
@@ -24,6 +24,7 @@ async def check_files_round_trip(source: Source, image: str) -> None:
         "/tmp/conformance/absolute": b"y",  # noqa: S108
     }
     async with await source.acquire(image) as lease:
+        need(lease, Need.FILES)
         for path, data in contents.items():
             await lease.write_file(path, data)
         for path, data in contents.items():
@@ -38,6 +39,7 @@ async def check_files_round_trip(source: Source, image: str) -> None:
 async def check_p09_large_files_arrive_whole(source: Source, image: str) -> None:
     """Files of 3,584 bytes and of 50 MiB arrive whole in both directions."""
     async with await source.acquire(image) as lease:
+        need(lease, Need.FILES)
         for size in (3584, 50 * MIB):
             data = os.urandom(size)
             await lease.write_file("large.bin", data)
@@ -48,6 +50,7 @@ async def check_p09_large_files_arrive_whole(source: Source, image: str) -> None
 async def check_files_are_replaced_whole(source: Source, image: str) -> None:
     """A write replaces a file at once, keeps its mode, leaves no temporary file and can set a mode."""
     async with await source.acquire(image) as lease:
+        need(lease, Need.FILES)
         await lease.exec("mkdir d; echo old > d/f; chmod 754 d/f; ln d/f d/hard", check=True)
         await lease.write_file("d/f", "new\n")
         await lease.write_file("d/run", "#!/bin/sh\necho ran\n", mode=0o755)
@@ -59,6 +62,7 @@ async def check_files_are_replaced_whole(source: Source, image: str) -> None:
 async def check_file_errors_are_pythons(source: Source, image: str) -> None:
     """Files that cannot be read or written raise Python's own errors, with the path in the message."""
     async with await source.acquire(image) as lease:
+        need(lease, Need.FILES)
         await lease.exec("mkdir -p some/directory; echo x > some/file", check=True)
         with raises(FileNotFoundError, "no/such/file"):
             await lease.read_file("no/such/file")
@@ -74,6 +78,7 @@ async def check_file_errors_are_pythons(source: Source, image: str) -> None:
 async def check_file_permissions(source: Source, image: str) -> None:
     """Files are read and written with the rights of the sandbox's user."""
     async with await source.acquire(image) as lease:
+        need(lease, Need.FILES)
         if (await lease.exec("id -u")).stdout == b"0\n":
             raise NotApplicable("commands run as root, whom permissions do not hold")
         await lease.exec("echo secret > f; chmod 000 f; echo fixed > g; chmod 444 g", check=True)
@@ -90,6 +95,7 @@ async def check_file_permissions(source: Source, image: str) -> None:
 async def check_read_limit(source: Source, image: str) -> None:
     """A file larger than ``limit`` is refused before it is sent; one of exactly the limit is not."""
     async with await source.acquire(image) as lease:
+        need(lease, Need.FILES)
         await lease.write_file("f", b"a" * 2048)
         with raises(OutputLimitExceeded, "1024"):
             await lease.read_file("f", limit=1024)
@@ -110,6 +116,7 @@ async def check_directories_round_trip(source: Source, image: str) -> None:
         (there / "big").write_bytes(big)
 
         async with await source.acquire(image) as lease:
+            need(lease, Need.FILES)
             await lease.upload_dir(there, "into/this")
             assert (await lease.exec("cd into/this; ./link; mkfifo pipe; echo more > empty/more")).stdout == b"ran\n"
             await lease.download_dir("into/this", back)

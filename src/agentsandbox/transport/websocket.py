@@ -43,6 +43,9 @@ STATUS_LIMIT = 64 * 1024
 STDERR_KEPT = 4096
 """Bytes of standard error that are kept to explain why a stream ended."""
 
+TLS_BUFFER = 32 * 1024
+"""Bytes that a TLS connection reads at once: two of its records."""
+
 KEEPALIVE_SIZE = json.dumps({"Width": 80, "Height": 24}).encode()
 
 
@@ -82,6 +85,20 @@ def _exit_code(value: dict[str, Any]) -> int | None:
     return None
 
 
+def _slim(socket: Any) -> None:
+    """
+    Let go of most of what asyncio sets aside to read from a TLS connection: 256 KiB each, which is most of a sandbox.
+
+    Nothing public leads there. Where the way is another one, as with other event loops, the memory is kept.
+    """
+    transport = getattr(getattr(getattr(socket, "_response", None), "connection", None), "transport", None)
+    protocol: Any = getattr(transport, "_ssl_protocol", None)
+    if getattr(protocol, "max_size", 0) > TLS_BUFFER and isinstance(getattr(protocol, "_ssl_buffer", None), bytearray):
+        protocol.max_size = TLS_BUFFER
+        protocol._ssl_buffer = bytearray(TLS_BUFFER)  # noqa: SLF001
+        protocol._ssl_buffer_view = memoryview(protocol._ssl_buffer)  # noqa: SLF001
+
+
 class ExecSocket:
     """
     The channels of one exec websocket.
@@ -93,6 +110,7 @@ class ExecSocket:
 
     def __init__(self, socket: aiohttp.ClientWebSocketResponse) -> None:
         self._socket = socket
+        _slim(socket)
         self._status_bytes = b""
         self.protocol: str = socket.protocol or V4
         """The protocol that was agreed on. A server that names none speaks the older one."""

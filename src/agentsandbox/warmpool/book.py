@@ -11,101 +11,15 @@ import copy
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping
-from typing import Any
-
-import attrs
 
 from agentsandbox.errors import ImagePullFailed, PoolClosed, ProvisionError, SandboxError, UsageError
+from agentsandbox.warmpool.decisions import Create, Decision, Destroy, Grant, Recycle, Refuse, Waiter
 from agentsandbox.warmpool.lease import Action, Input, SandboxLife, State
 from agentsandbox.warmpool.matching import Matcher
+from agentsandbox.warmpool.outlook import Announcement, Outlook
 from agentsandbox.warmpool.replenisher import Breaker, Demand, Evict, Make, Replenisher
 
 __all__ = ["Create", "Decision", "Destroy", "Grant", "PoolBook", "Recycle", "Refuse", "Waiter"]
-
-
-@attrs.define(eq=False, repr=False)
-class Waiter:
-    """
-    Somebody who wants a sandbox.
-
-    Args:
-        image: Of which image.
-        requested_at: Since when, in seconds.
-
-    """
-
-    image: str
-    """Of which image."""
-    requested_at: float
-    """Since when."""
-    grant: Grant | None = None
-    """What it was given."""
-    error: BaseException | None = None
-    """Why it will be given nothing."""
-    wake: Any = None
-    """For the engine: what to call when either is set."""
-
-    def __repr__(self) -> str:
-        state = "granted" if self.grant else "refused" if self.error else "waiting"
-        return f"<Waiter for {self.image!r} [{state}]>"
-
-
-@attrs.frozen(eq=False)
-class Grant:
-    """A waiter has its sandbox from now on."""
-
-    waiter: Waiter
-    """Who."""
-    name: str
-    """Which sandbox."""
-    generation: int
-    """Which grant of it this is: what the holder shows when it gives it back."""
-    ready_at: float
-    """Since when the sandbox had been ready."""
-    reused: bool = False
-    """Whether its place had served somebody before."""
-
-
-@attrs.frozen
-class Refuse:
-    """A waiter gets nothing."""
-
-    waiter: Waiter
-    """Who."""
-    error: BaseException
-    """Why; an exception of its own, to be raised."""
-
-
-@attrs.frozen
-class Create:
-    """Have a sandbox made."""
-
-    name: str
-    """Under which name."""
-    image: str
-    """From what."""
-
-
-@attrs.frozen
-class Destroy:
-    """Have a sandbox removed."""
-
-    name: str
-    """Which."""
-
-
-@attrs.frozen
-class Recycle:
-    """Have a sandbox become a fresh one in the same place."""
-
-    name: str
-    """Which."""
-    image: str | None
-    """Of what; ``None`` is for :meth:`PoolBook.decide` to say in a moment: who released it may be about to ask."""
-
-
-Decision = Grant | Refuse | Create | Destroy | Recycle
-"""Something to be done."""
 
 
 class PoolBook:
@@ -116,12 +30,16 @@ class PoolBook:
         images: Image → how many sandboxes of it may be leased at once.
         replenisher: What decides what to make.
         prefix: Beginning of every sandbox's name; unique for this run.
+        burst: How many sandboxes of an image that is only announced may be leased beyond the rollouts to come.
 
     """
 
-    def __init__(self, *, images: Mapping[str, int], replenisher: Replenisher, prefix: str = "sb") -> None:
+    def __init__(
+        self, *, images: Mapping[str, int], replenisher: Replenisher, prefix: str = "sb", burst: int = 0
+    ) -> None:
         self.replenisher = replenisher
         self.matcher: Matcher[Waiter] = Matcher(images)
+        self.outlook = Outlook()
         self.lives: dict[str, SandboxLife] = {}
         """Every sandbox that is not verified gone."""
         self.counts: Counter[State] = Counter()
@@ -138,10 +56,13 @@ class PoolBook:
         """Whether a sandbox can become a fresh one in the same place; set by whoever knows the backend."""
         self.keeps: Callable[[str], bool] = lambda _name: False
         """Whether a used sandbox can be made like new; likewise."""
+        self.node: Callable[[str], str | None] = lambda _name: None
+        """Where a sandbox is; likewise."""
         self.closed = False
         """Whether nobody is granted anything any more."""
         self._images = {image: Counter[State]() for image in images}
         self._prefix = prefix
+        self._burst = burst
         self._number = 0
         self._stuck: set[str] = set()
         self._undecided: set[str] = set()
@@ -164,6 +85,37 @@ class PoolBook:
 
     def wake(self, now: float) -> list[Decision]:
         """Do what had to wait for its time."""
+        return self._plan(now)
+
+    def announce(self, announcement: Announcement, now: float, *, begins: bool = False) -> list[Decision]:
+        """
+        Count on rollouts that are to come: have sandboxes ready for them as far as there is room.
+
+        Args:
+            announcement: What is to come. Images that were never heard of are known from then on, and as many sandboxes
+                of them may be leased at once as there are rollouts to come.
+            now: The present.
+            begins: Whether these rollouts begin now, and were announced before as far as any were.
+
+        """
+        images = list(announcement.left)
+        if self.closed:
+            announcement.left.clear()
+            return []
+        decisions: list[Decision] = []
+        (self.outlook.begin if begins else self.outlook.add)(announcement)
+        for image in images:
+            if image not in self.replenisher.targets:
+                self._images.setdefault(image, Counter())
+                self.matcher.allow(image, self.outlook.ahead(image) + self._burst)
+            decisions += self._match(image)  # some may have waited for a place
+            self._update(image)
+        return [*decisions, *self._plan(now)]
+
+    def retract(self, announcement: Announcement, now: float) -> list[Decision]:
+        """Count on what is left of an announcement no longer."""
+        for image in self.outlook.withdraw(announcement):
+            self._update(image)
         return self._plan(now)
 
     def request(self, waiter: Waiter, now: float) -> list[Decision]:
@@ -233,6 +185,7 @@ class PoolBook:
         if self.closed:
             self.matcher.leave(life.image)
             return [*done, self._refuse(waiter, PoolClosed("the pool is closed"))]
+        waiter.returning = True
         self.matcher.add(life.image, waiter, holding=True)
         return [*done, *self._settle(life.image, now)]
 
@@ -321,6 +274,7 @@ class PoolBook:
                 decisions.append(Destroy(life.name))
             else:
                 del self.lives[life.name]
+                self.replenisher.gone(life.made_for)
         return decisions
 
     def _count(self, image: str, before: State | None, after: State | None) -> None:
@@ -335,7 +289,8 @@ class PoolBook:
         self._count(life.image, State.RECYCLING, None)
         self._update(life.image)
         changes = self.recycles(life.name)
-        image = self.replenisher.reuse(life.image) if changes else self.replenisher.keep(life.image)
+        reuse, keep = self.replenisher.reuse, self.replenisher.keep
+        image = reuse(life.image, self.node(life.name)) if changes else keep(life.image)
         life.image = life.image if image is None else image
         self._count(life.image, None, State.RECYCLING)
         self._update(life.image)
@@ -344,52 +299,63 @@ class PoolBook:
     def _settle(self, image: str, now: float) -> list[Decision]:
         if self.closed:
             return []
-        decisions: list[Decision] = []
-        for waiter, name in self.matcher.match(image):
-            life = self.lives[name]
-            self._apply(life, Input.GRANT)
-            waiter.grant = Grant(waiter, name, life.generation, life.ready_at or 0.0, life.recycled > 0)
-            decisions.append(waiter.grant)
+        decisions = self._match(image)
         if (breaker := self.replenisher.refusal(image)) is not None and not self.matcher.ready(image):
             decisions += [self._refuse(waiter, _why(image, breaker, now)) for waiter in self.matcher.dismiss(image)]
         self._update(image)
         return [*decisions, *self._plan(now)]
 
+    def _match(self, image: str) -> list[Decision]:
+        grants: list[Decision] = []
+        for waiter, name in self.matcher.match(image):
+            life = self.lives[name]
+            self._apply(life, Input.GRANT)
+            if not waiter.returning:
+                self.outlook.fulfil(image)
+            waiter.grant = Grant(waiter, name, life.generation, life.ready_at or 0.0, life.recycled > 0)
+            grants.append(waiter.grant)
+        return grants
+
     def _update(self, image: str) -> None:
         counts = self._images[image]
+        held = counts[State.LEASED] + counts[State.RESETTING] + counts[State.LOST]
+        most = self.replenisher.targets.get(image) or self.matcher.limit(image) - self._burst
         self.replenisher.update(
             image,
             Demand(
-                held=counts[State.LEASED] + counts[State.RESETTING] + counts[State.LOST],
+                held=held,
                 creating=counts[State.CREATING] + counts[State.HYDRATING] + counts[State.RECYCLING],
                 ready=counts[State.READY],
                 servable=self.matcher.servable(image),
                 waiting=self.matcher.waiting(image),
+                announced=max(0, min(self.outlook.ahead(image), most - held)),
             ),
         )
 
     def _plan(self, now: float) -> list[Decision]:
-        if self.closed:
-            return []
-        counts = self.counts
-        plan = self.replenisher.plan(
-            now,
-            alive=len(self.lives),
-            creating=counts[State.CREATING] + counts[State.HYDRATING],
-            going=counts[State.DELETING] - len(self._stuck) + len(self._undecided),
-        )
         decisions: list[Decision] = []
-        for action in plan:
-            if isinstance(action, Make):
-                decisions.append(self._create(action.image))
-            else:
-                decisions += self._evict(action)
+        evicting = not self.closed
+        while evicting:
+            counts = self.counts
+            plan = self.replenisher.plan(
+                now,
+                alive=len(self.lives),
+                creating=counts[State.CREATING] + counts[State.HYDRATING],
+                going=counts[State.DELETING] - len(self._stuck) + len(self._undecided),
+            )
+            evicting = False
+            for action in plan:
+                if isinstance(action, Make):
+                    decisions.append(self._create(action.image))
+                else:
+                    decisions += self._evict(action)
+                    evicting = True
         return decisions
 
     def _create(self, image: str) -> Create:
         self._number += 1
         name = f"{self._prefix}-{self._number:06d}"
-        self.lives[name] = SandboxLife(name, image)
+        self.lives[name] = SandboxLife(name, image, made_for=image)
         self._count(image, None, State.CREATING)
         self._update(image)
         return Create(name, image)
@@ -397,9 +363,10 @@ class PoolBook:
     def _evict(self, action: Evict) -> list[Decision]:
         life = self.lives[self.matcher.oldest(action.image)]
         if self.recycles(life.name):
-            self._apply(life, Input.RECYCLE)
-            self._reassign(life)
-            return [Recycle(life.name, life.image)]
+            done = self._apply(life, Input.RECYCLE)
+            if self._reassign(life) and life.image != action.image:
+                return [*done, Recycle(life.name, life.image)]
+            return [*done, *self._apply(life, Input.REMOVE)]  # it is in the wrong place for what is wanted
         decisions = self._apply(life, Input.EVICT)
         self._update(action.image)
         return decisions
@@ -410,7 +377,9 @@ class PoolBook:
 
     def __repr__(self) -> str:
         states = ", ".join(f"{n} {state}" for state, n in self.counts.items() if n and state is not State.GONE)
-        return f"<PoolBook [{states or 'empty'} | {self.matcher.waiting()} waiting]>"
+        announced = f", {self.outlook.total} announced" if self.outlook.total else ""
+        stuck = f", {self.stuck} stuck" if self._stuck else ""
+        return f"<PoolBook [{states or 'empty'}{stuck} | {self.matcher.waiting()} waiting{announced}]>"
 
 
 def _why(image: str, breaker: Breaker, now: float) -> BaseException:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Perform what the book decides: make and remove sandboxes, wake who waits. Nothing polls."""
+"""A pool at work: sandboxes for those who ask, from those that are kept ready."""
 
 from __future__ import annotations
 
@@ -14,31 +14,30 @@ from typing import TYPE_CHECKING, Any
 import anyio
 import anyio.lowlevel
 import attrs
-from tenacity import AsyncRetrying, stop_after_attempt, wait_exponential, wait_random
 
-from agentsandbox.errors import AcquireTimeout, ProvisionError, ResetUnverified, SandboxError, SandboxLost
+from agentsandbox.errors import AcquireTimeout, ProvisionError, SandboxLost
 from agentsandbox.models.reset import ResetPolicy, ResetReport
 from agentsandbox.reset.rungs import Resets
-from agentsandbox.warmpool.book import Create, Decision, Destroy, Grant, PoolBook, Recycle, Waiter
+from agentsandbox.warmpool.decisions import Waiter
 from agentsandbox.warmpool.lease import State
+from agentsandbox.warmpool.performing import Performer
 from agentsandbox.warmpool.publishing import Publisher
 from agentsandbox.warmpool.statistics import PoolStatistics
 from agentsandbox.warmpool.tenure import Tenure
 
 if TYPE_CHECKING:
-    from agentsandbox.backends.base import Backend, BackendSandbox
+    from agentsandbox.backends.base import Backend
     from agentsandbox.models.events import Event, EventSink
     from agentsandbox.models.sandbox import SandboxSpec
+    from agentsandbox.warmpool.book import PoolBook
+    from agentsandbox.warmpool.decisions import Grant
+    from agentsandbox.warmpool.outlook import Announcement
 
 __all__ = ["Engine"]
 
 _log = logging.getLogger("agentsandbox.warmpool")
 
-_DESTROY_ATTEMPTS = 5
-_DESTROYS_AT_ONCE = 64
 _ARRIVALS_BEYOND_TARGET = 3
-_BEAT = 0.02
-"""Seconds in which whoever released a sandbox may ask for the next one, before it is decided what it becomes."""
 
 
 class Engine:
@@ -53,6 +52,8 @@ class Engine:
         sinks: Where events go.
         grace: How long the removal of sandboxes may take at the end, in seconds.
         reset: How used sandboxes are made like new.
+        create_timeout: How long one sandbox may take to be made, in seconds.
+        compare: Whether every sandbox gets a baseline, so that what changed in it can be told.
 
     """
 
@@ -66,24 +67,33 @@ class Engine:
         sinks: Iterable[EventSink] = (),
         grace: float = 30.0,
         reset: ResetPolicy | None = None,
+        create_timeout: float = 300.0,
+        compare: bool = False,
     ) -> None:
         self.backend = backend
         self.granted_total = 0
-        self._specs = specs
         self._targets = targets
         self._book = book
-        book.recycles = self._recycles
-        book.keeps = self._keeps
-        self._resets = Resets(backend, reset or ResetPolicy())
+        self._resets = Resets(backend, reset or ResetPolicy(), compare=compare)
+        self.resets = self._resets
+        """What is known of the sandboxes as they were before their first command."""
         self._publisher = Publisher(sinks)
         self.emit = self._publisher.emit
         """Tell every sink that something happened."""
         self._grace = grace
-        self._sandboxes: dict[str, BackendSandbox] = {}
+        self._performer = Performer(
+            backend,
+            book=book,
+            specs=specs,
+            resets=self._resets,
+            emit=self.emit,
+            grace=grace,
+            create_timeout=create_timeout,
+        )
+        self._perform = self._performer.perform
+        self._sandboxes = self._performer.sandboxes
         self._tenures: dict[str, Tenure] = {}
         self._abandoned: deque[Grant] = deque()
-        self._group: anyio.abc.TaskGroup | None = None
-        self._alarm: anyio.CancelScope | None = None
         self._call_soon: Any = None
 
     @property
@@ -101,10 +111,8 @@ class Engine:
         async with self.backend.running():
             try:
                 async with anyio.create_task_group() as group:
-                    self._group = group
                     try:
-                        group.start_soon(self._keep_time)
-                        self._perform(self._book.start(anyio.current_time()))
+                        self._performer.start(group)
                         yield
                     except (anyio.get_cancelled_exc_class(), GeneratorExit):
                         raise
@@ -112,9 +120,8 @@ class Engine:
                         # Raised after all groups, the backend's too, have ended: it must not arrive wrapped in them.
                         failure = error
                     finally:
-                        self._close()
-                        # A group that ends takes no task, and leases come back at any time: the sweep sees to them.
-                        self._group = None
+                        self._performer.close()
+                        self._performer.stop()
                         group.cancel_scope.cancel()
             finally:
                 with anyio.move_on_after(self._grace, shield=True):
@@ -182,8 +189,30 @@ class Engine:
         if rung != "files":
             return ResetReport(rung=rung or "replace", seconds=0.0, verified=False, reason=reason)
         report = await self._resets.files(tenure.sandbox)
-        self._report(tenure.sandbox.name, report, anyio.current_time())
+        self._performer.report(tenure.sandbox.name, report, anyio.current_time())
         return attrs.evolve(report, reason=reason) if report.verified else report
+
+    def announce(self, announcement: Announcement, specs: Mapping[str, SandboxSpec], *, begins: bool = False) -> None:
+        """
+        Have sandboxes ready for rollouts that are to come.
+
+        Args:
+            announcement: What is to come.
+            specs: From what sandboxes of its images are made.
+            begins: Whether these rollouts begin now, and were announced before as far as any were.
+
+        """
+        for image, spec in specs.items():
+            self._performer.specs.setdefault(image, spec)
+        self._perform(self._book.announce(announcement, anyio.current_time(), begins=begins))
+
+    def ahead(self, image: str) -> int:
+        """How many rollouts of an image are to come."""
+        return self._book.outlook.ahead(image)
+
+    def retract(self, announcement: Announcement) -> None:
+        """Count on the rest of an announcement no longer."""
+        self._perform(self._book.retract(announcement, anyio.current_time()))
 
     def release(self, tenure: Tenure, *, discard: bool = False) -> None:
         """Give back a sandbox; it is removed, or becomes a fresh one, in the background."""
@@ -228,6 +257,7 @@ class Engine:
             deleting=counts[State.DELETING],
             stuck=self._book.stuck,
             waiting=self._book.matcher.waiting(),
+            announced=self._book.outlook.total,
             hosts=len({sandbox.identity.uid for sandbox in self._sandboxes.values()}),
             created_total=self._book.created_total,
             failed_total=self._book.failed_total,
@@ -239,6 +269,8 @@ class Engine:
 
     def _hear(self, event: Event) -> None:
         self._publisher.publish(event)
+        if event.name == "sandbox.stuck" and event.sandbox in self._sandboxes:
+            self._book.resists(event.sandbox)
         if event.name != "sandbox.lost" or event.sandbox not in self._sandboxes:
             return
         if (tenure := self._tenures.get(event.sandbox)) is not None and tenure.lost is None:
@@ -254,11 +286,12 @@ class Engine:
                 tenure = Tenure(waiter.image, sandbox, grant, requested_at, anyio.current_time())
                 self._tenures[grant.name] = tenure
                 try:
-                    await sandbox.check()
+                    await sandbox.vet()
+                    await self._performer.maker.open(sandbox)
                 except SandboxLost as error:
                     self.lose(tenure, error)
                     dead += 1
-                    if dead > self._targets[waiter.image] + _ARRIVALS_BEYOND_TARGET:
+                    if dead > self._targets.get(waiter.image, 0) + _ARRIVALS_BEYOND_TARGET:
                         self.release(tenure)
                         message = f"{dead} sandboxes of image {waiter.image!r} in a row were dead on arrival: {error}"
                         raise ProvisionError(message) from error
@@ -307,166 +340,11 @@ class Engine:
             if self._tenures.pop(grant.name, None) is not None:
                 self._perform(self._book.release(grant, anyio.current_time()))
 
-    def _perform(self, decisions: Iterable[Decision]) -> None:
-        for decision in decisions:
-            if isinstance(decision, Create):
-                self._start(self._create, decision.name, decision.image)
-            elif isinstance(decision, Destroy):
-                self._start(self._destroy, decision.name)
-            elif isinstance(decision, Recycle):
-                self._start(self._recycle, decision.name, decision.image)
-            elif decision.waiter.wake is not None:
-                decision.waiter.wake()
-        if self._alarm is not None and self._alarm.deadline != self._book.wake_at:
-            self._alarm.deadline = self._book.wake_at
-
-    def _recycles(self, name: str) -> bool:
-        return self._group is not None and self._resets.may_restart(self._sandboxes[name])
-
-    def _keeps(self, name: str) -> bool:
-        return self._group is not None and self._resets.keeps(self._sandboxes[name])
-
-    def _start(self, function: Any, *args: str | None) -> None:
-        # Without a group the pool is over, and the sweep removes whatever there is.
-        if self._group is not None:
-            self._group.start_soon(function, *args)
-
-    async def _keep_time(self) -> None:
-        while True:
-            with anyio.CancelScope(deadline=self._book.wake_at) as self._alarm:
-                await anyio.sleep_forever()
-            self._perform(self._book.wake(anyio.current_time()))
-
-    async def _create(self, name: str, image: str) -> None:
-        self.emit("sandbox.created", anyio.current_time(), sandbox=name, image=image)
-        try:
-            sandbox = await self.backend.create(self._specs[image], name)
-            self.emit("sandbox.opened", anyio.current_time(), sandbox=name, image=image)
-            await self._prepare(sandbox)
-        except SandboxError as error:
-            self._failed(name, error)
-        except Exception as error:  # noqa: BLE001 - reported as a failed creation
-            # A bug in a backend, or a full file table, must not end all episodes: those of this image learn of it.
-            failure = ProvisionError(f"{type(error).__name__}: {error}")
-            failure.__cause__ = error
-            self._failed(name, failure)
-        except BaseException:
-            # Only the end of the pool cancels this, and then nothing must be made in its stead.
-            self._close()
-            self._book.failed(name, None, anyio.current_time())
-            raise
-        else:
-            self._sandboxes[name] = sandbox
-            now = anyio.current_time()
-            self.emit("sandbox.ready", now, sandbox=name, image=image, node=sandbox.node)
-            self._perform(self._book.created(name, now))
-
-    async def _recycle(self, name: str, image: str | None) -> None:
-        if image is None:
-            await anyio.sleep(_BEAT)
-            self._perform(self._book.decide(name, anyio.current_time()))
-            return
-        began = anyio.current_time()
-        try:
-            sandbox, report = await self._resets.renew(self._sandboxes[name], self._specs[image])
-        except ResetUnverified as error:
-            now = anyio.current_time()
-            self.emit("sandbox.not_recycled", now, sandbox=name, image=image, error=str(error))
-            self._perform(self._book.not_recycled(name, None, now))
-        except Exception as error:  # noqa: BLE001 - whatever it was, the sandbox is removed, and another one is made
-            now = anyio.current_time()
-            self.emit("sandbox.not_recycled", now, sandbox=name, image=image, error=f"{type(error).__name__}: {error}")
-            self._perform(self._book.not_recycled(name, error, now))
-        except BaseException:
-            self._close()
-            raise
-        else:
-            self._sandboxes[name] = sandbox
-            now = anyio.current_time()
-            self._report(name, report, now)
-            self.emit("sandbox.ready", now, sandbox=name, image=image, node=sandbox.node, recycled=now - began)
-            self._perform(self._book.recycled(name, now))
-
-    async def _prepare(self, sandbox: BackendSandbox) -> None:
-        try:
-            await self._resets.prepare(sandbox)
-        except BaseException:
-            with anyio.move_on_after(self._grace, shield=True):
-                await self.backend.destroy(sandbox)
-            raise
-
-    def _report(self, name: str, report: ResetReport, now: float) -> None:
-        self.emit(
-            "sandbox.reset",
-            now,
-            sandbox=name,
-            rung=report.rung,
-            seconds=report.seconds,
-            verified=report.verified,
-            reason=report.reason,
-            changed=len(report.changed),
-            killed=len(report.killed),
-        )
-
-    def _failed(self, name: str, error: SandboxError) -> None:
-        now = anyio.current_time()
-        self.emit("sandbox.failed", now, sandbox=name, error=f"{type(error).__name__}: {error}")
-        self._perform(self._book.failed(name, error, now))
-
-    async def _destroy(self, name: str) -> None:
-        with anyio.move_on_after(self._grace, shield=True) as scope:
-            await self._remove(name)
-        if scope.cancelled_caught:
-            self._resists(name, "no answer")
-
-    async def _remove(self, name: str) -> None:
-        sandbox = self._sandboxes[name]
-        try:
-            await self.backend.destroy(sandbox)
-        except Exception:  # noqa: BLE001 - whatever it was, the sandbox may still be there
-            if (last := await self._remove_again(sandbox)) is not None:
-                self._resists(name, f"{type(last).__name__}: {last}")
-                return
-        del self._sandboxes[name]
-        self._resets.forget(name)
-        now = anyio.current_time()
-        self.emit("sandbox.deleted", now, sandbox=name)
-        self._perform(self._book.deleted(name, now))
-
-    async def _remove_again(self, sandbox: BackendSandbox) -> Exception | None:
-        wait = wait_exponential(multiplier=0.1, max=5.0) + wait_random(0.0, 0.1)
-        stop = stop_after_attempt(_DESTROY_ATTEMPTS - 1)
-        await anyio.sleep(0.1)
-        try:
-            async for attempt in AsyncRetrying(stop=stop, wait=wait, sleep=anyio.sleep, reraise=True):
-                with attempt:
-                    await self.backend.destroy(sandbox)
-        except Exception as last:  # noqa: BLE001 - reported, counted, and tried again when the pool closes
-            return last
-        return None
-
-    def _resists(self, name: str, why: str) -> None:
-        self._book.resists(name)
-        _log.warning("sandbox %s could not be removed (%s); it still counts as alive", name, why)
-        self.emit("sandbox.stuck", anyio.current_time(), sandbox=name, error=why)
-
-    def _close(self) -> None:
-        if not self._book.closed:
-            self._perform(self._book.close())
-
     async def _sweep(self) -> None:
         self._collect()
         # Whoever still holds something finds it gone, and may release it in peace.
         self._tenures.clear()
-        slots = anyio.Semaphore(_DESTROYS_AT_ONCE)
-
-        async def remove(name: str) -> None:
-            async with slots:
-                await self._remove(name)
-
-        async with anyio.create_task_group() as group:
-            for name in self._book.sweep():
-                group.start_soon(remove, name)
+        await self._performer.sweep()
 
     def __repr__(self) -> str:
         return f"<Engine [{self.statistics()}]>"

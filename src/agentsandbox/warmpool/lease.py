@@ -185,6 +185,8 @@ class SandboxLife:
     """When it became ready, in seconds on the driver's monotonic clock."""
     recycled: int = 0
     """How often it became a fresh one in the same place."""
+    made_for: str = ""
+    """What it was made from at first."""
 
     def apply(self, event: Input) -> tuple[Action, ...]:
         """

@@ -46,6 +46,15 @@ class Matcher(Generic[W]):
         self._queues: dict[str, _Queues[W]] = {image: _Queues(limit) for image, limit in limits.items()}
         self._waiting = 0
 
+    def allow(self, image: str, places: int) -> None:
+        """Let an image have as many places at least; one that was never heard of is known from then on."""
+        queues = self._queues.setdefault(image, _Queues(places))
+        queues.limit = max(queues.limit, places)
+
+    def limit(self, image: str) -> int:
+        """How many places an image has."""
+        return self._queues[image].limit
+
     def offer(self, image: str, sandbox: str) -> None:
         """Put a sandbox up for assignment."""
         self._queues[image].ready[sandbox] = None

@@ -8,14 +8,22 @@ lack something and at no other.
 
 from __future__ import annotations
 
+import heapq
+import itertools
 import math
-from collections import OrderedDict
+from collections import Counter
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 import attrs
 
-from agentsandbox.errors import ControlPlaneError, QuotaExceeded, SandboxError, Throttled, Unschedulable
+from agentsandbox.errors import ControlPlaneError, QuotaExceeded, Throttled, Unschedulable
+from agentsandbox.warmpool.breaker import Breaker
 from agentsandbox.warmpool.ratelimit import AdaptiveLimiter
+from agentsandbox.warmpool.turns import Turns
+
+if TYPE_CHECKING:
+    from agentsandbox.models.placement import Placement
 
 __all__ = ["Breaker", "Demand", "Evict", "Make", "Replenisher", "congested"]
 
@@ -34,6 +42,8 @@ class Demand:
     """Waiters that only a sandbox keeps waiting, not their image's lease limit."""
     waiting: int = 0
     """All waiters."""
+    announced: int = 0
+    """Sandboxes that rollouts to come could use at the same time, beyond those that are held; some may wait already."""
 
 
 @attrs.frozen
@@ -57,85 +67,22 @@ def congested(error: BaseException) -> bool:
     return isinstance(error, (ControlPlaneError, QuotaExceeded, Unschedulable)) and error.retryable
 
 
-def _put(queue: OrderedDict[str, int], image: str, count: int) -> None:
-    if count > 0:
-        queue[image] = count
-    else:
-        queue.pop(image, None)
-
-
-@attrs.define(eq=False, repr=False)
-class Breaker:
-    """
-    Stop making sandboxes of an image that cannot be made.
-
-    Args:
-        threshold: Failures in a row that open it.
-        cooldown: How long it stays open at first, in seconds; each further failure doubles that.
-        cooldown_max: How long it stays open at most, in seconds.
-
-    """
-
-    threshold: int = 3
-    cooldown: float = 30.0
-    cooldown_max: float = 600.0
-    failures: int = attrs.field(default=0, init=False)
-    """Failures in a row."""
-    error: BaseException | None = attrs.field(default=None, init=False)
-    """The last one."""
-    until: float = attrs.field(default=-math.inf, init=False)
-    """Until when it is open; infinite for good."""
-    half_open: bool = attrs.field(default=False, init=False)
-    """Whether one sandbox is tried to see if the cause has passed."""
-
-    def succeeded(self) -> None:
-        """Note that a sandbox was made."""
-        self.failures, self.error, self.until, self.half_open = 0, None, -math.inf, False
-
-    def failed(self, error: BaseException, now: float) -> None:
-        """Note that a sandbox could not be made, and why."""
-        self.failures += 1
-        self.error = error
-        if isinstance(error, SandboxError) and not error.retryable:
-            self.until = math.inf
-        elif self.failures >= self.threshold and self.until != math.inf:
-            pause = self.cooldown * 2.0 ** min(self.failures - self.threshold, 30)
-            self.until = max(self.until, now + min(self.cooldown_max, pause))
-        self.half_open = False
-
-    def reopen(self, now: float) -> bool:
-        """Allow one attempt if the time has come; whether that changed anything."""
-        if not self.open or now < self.until:
-            return False
-        self.half_open = True
-        return True
-
-    @property
-    def tripped(self) -> bool:
-        """Whether it stopped the image and no sandbox was made since."""
-        return self.until != -math.inf
-
-    @property
-    def open(self) -> bool:
-        """Whether nothing may be made."""
-        return self.tripped and not self.half_open
-
-    def __repr__(self) -> str:
-        state = "half open" if self.half_open else "open" if self.open else "closed"
-        return f"<Breaker [{state}, {self.failures} failures in a row]>"
-
-
 class Replenisher:
     """
     Keep every image at its target, images that somebody waits for first, and never more alive than allowed.
 
+    Sandboxes are made for those who wait, then for rollouts that are announced, in that order, then for stock. Where
+    all room is taken, what nobody needs goes first, then stock, and last what is needed latest.
+
     Args:
-        targets: Image → how many sandboxes of it there should be, held, being made and ready together.
+        targets: Image → how many sandboxes of it there should be, held, being made and ready together, whatever is
+            announced. Of any other image there should be none.
         cap: Most sandboxes alive over all images, those being removed included.
         creates_in_flight: Most sandboxes being made at once.
         limiter: How fast they may be asked for.
         breaker_threshold: Failures in a row that stop an image.
         breaker_cooldown: For how long, in seconds.
+        placement: Where images belong, if that matters.
 
     """
 
@@ -148,20 +95,31 @@ class Replenisher:
         limiter: AdaptiveLimiter | None = None,
         breaker_threshold: int = 3,
         breaker_cooldown: float = 30.0,
+        placement: Placement | None = None,
     ) -> None:
-        self._targets = dict(targets)
+        self.targets = dict(targets)
+        """Image → how many sandboxes of it there should be."""
         self._cap = cap
         self._in_flight = creates_in_flight
         self._limiter = limiter or AdaptiveLimiter()
         self._threshold = breaker_threshold
         self._cooldown = breaker_cooldown
         self._demand: dict[str, Demand] = {}
-        self._urgent: OrderedDict[str, int] = OrderedDict()
-        self._urgent_total = 0
-        self._lacking: OrderedDict[str, int] = OrderedDict()
-        self._evictable: OrderedDict[str, int] = OrderedDict()
+        # What is to be made …
+        self._placement = placement
+        self._alive_on: Counter[str] = Counter()
+        self._full: set[str] = set()
+        nodes = None if placement is None else placement.nodes
+        self._urgent = Turns(nodes)
+        self._soon = Turns(nodes, rotating=False)
+        self._lacking = Turns(nodes)
+        # … and what is there that nobody holds and nobody waits for.
+        self._unneeded = Turns()
+        self._stock = Turns()
+        self._promised = Turns(rotating=False)
         self._breakers: dict[str, Breaker] = {}
-        self._cooling: set[str] = set()
+        self._cooling: list[tuple[float, int, str]] = []
+        self._order = itertools.count()
         self.wake_at = math.inf
         """When :meth:`plan` wants to be called even if nothing has happened."""
         self.last_error: BaseException | None = None
@@ -173,12 +131,18 @@ class Replenisher:
         room = self._in_flight
         if (breaker := self._breakers.get(image)) is not None and breaker.tripped:
             room = max(0, 1 - demand.creating) if breaker.half_open else 0
-        lacking = min(room, self._targets[image] - demand.held - demand.creating - demand.ready)
+        missing = self.targets.get(image, 0) - demand.held - demand.creating
         urgent = max(0, min(room, demand.servable - demand.creating))
-        self._urgent_total += urgent - self._urgent.get(image, 0)
-        _put(self._urgent, image, urgent)
-        _put(self._lacking, image, lacking - urgent)
-        _put(self._evictable, image, 0 if demand.waiting else demand.ready)
+        soon = max(0, min(room, demand.announced - demand.creating - demand.ready) - urgent)
+        self._urgent.put(image, urgent)
+        self._soon.put(image, soon)
+        self._lacking.put(image, min(room, missing - demand.ready) - urgent - soon)
+        free = 0 if demand.waiting else demand.ready
+        promised = min(free, demand.announced)
+        stock = max(0, min(free, missing) - promised)
+        self._promised.put(image, promised)
+        self._stock.put(image, stock)
+        self._unneeded.put(image, free - promised - stock)
 
     def plan(self, now: float, *, alive: int, creating: int, going: int) -> list[Make | Evict]:
         """
@@ -191,50 +155,69 @@ class Replenisher:
             going: Sandboxes whose removal is under way, so that their room is about to be free.
 
         Returns:
-            What to do, in order. It is taken as done: call :meth:`update` with the new counts.
+            What to do, in order. It is taken as done: call :meth:`update` with the new counts. If anything is given up,
+            call this again then: it may have become what is wanted, so that less has to be made.
 
         """
         self._cool(now)
+        room = self._in_flight - creating
+        if self._unneeded:
+            wanted = self._urgent.total + self._soon.total + self._lacking.total
+            if evictions := self._give_up(min(wanted, room) - going, self._unneeded):
+                return evictions
         actions: list[Make | Evict] = []
-        while (image := self._next()) is not None and creating < self._in_flight:
-            if alive >= self._cap:
-                actions += self._make_room(min(self._urgent_total, self._in_flight - creating) - going)
+        while room > 0 and (self._urgent or self._soon or self._lacking):
+            queue, image = self._next()
+            if alive >= self._cap or image is None:
+                urgent = min(self._urgent.total, room)
+                soon = min(self._soon.total, room - urgent)
+                actions += self._give_up(urgent - going, self._stock, self._promised)
+                actions += self._give_up(soon - max(0, going - urgent), self._stock)
                 break
             if not self._limiter.take(now):
                 self.wake_at = min(self.wake_at, self._limiter.next_at(now))
                 break
-            self._count_made(image)
-            alive += 1
-            creating += 1
+            queue.take(image)
+            self._settle_on(image)
             actions.append(Make(image))
+            alive += 1
+            room -= 1
         return actions
 
-    def reuse(self, image: str) -> str | None:
+    def gone(self, image: str) -> None:
+        """Note that a sandbox that was made for an image is gone, whatever it has become since."""
+        if self._placement is not None and (node := self._placement.nodes.get(image)) is not None:
+            self._alive_on[node] -= 1
+            self._full.discard(node)
+
+    def reuse(self, image: str, node: str | None = None) -> str | None:
         """
         Choose what a sandbox that can become any other one becomes; it must not be in the counts any more.
 
         Args:
             image: What it was. It stays that if it is wanted as much as another one.
+            node: Where it is, if that matters.
 
         Returns:
-            An image, or ``None`` if there are enough of all of them.
+            An image, or ``None`` if there are enough of all of them that it can become.
 
         """
-        for queue in (self._urgent, self._lacking):
-            if queue:
-                return image if image in queue else next(iter(queue))
+        for queue in (self._urgent, self._soon, self._lacking):
+            if queue.suits(image, node):
+                return image
+            if (other := queue.first_on(node)) is not None:
+                return other
         return None
 
     def keep(self, image: str) -> str | None:
         """Return the image if another sandbox of it is wanted: for one that can be made like new, and nothing else."""
-        return image if image in self._urgent or image in self._lacking else None
+        return image if any(image in queue for queue in (self._urgent, self._soon, self._lacking)) else None
 
     def created(self, image: str, now: float) -> None:
         """Note that a sandbox was made."""
         self._limiter.succeeded(now)
         if (breaker := self._breakers.pop(image, None)) is not None:
             breaker.succeeded()
-            self._cooling.discard(image)
 
     def failed(self, image: str, error: BaseException, now: float) -> None:
         """Note that a sandbox could not be made: too fast, or a bad image."""
@@ -245,52 +228,50 @@ class Replenisher:
         breaker = self._breakers.setdefault(image, Breaker(self._threshold, self._cooldown))
         breaker.failed(error, now)
         if breaker.open and breaker.until < math.inf:
-            self._cooling.add(image)
+            heapq.heappush(self._cooling, (breaker.until, next(self._order), image))
 
     def refusal(self, image: str) -> Breaker | None:
         """Return the breaker of an image if nothing of it may be made."""
         breaker = self._breakers.get(image)
         return breaker if breaker is not None and breaker.open else None
 
-    def _next(self) -> str | None:
-        queue = self._urgent or self._lacking
-        return next(iter(queue)) if queue else None
+    def _next(self) -> tuple[Turns, str | None]:
+        for queue in (self._urgent, self._soon, self._lacking):
+            if (image := queue.first(self._full)) is not None:
+                return queue, image
+        return self._lacking, None
 
-    def _count_made(self, image: str) -> None:
-        queue = self._urgent or self._lacking
-        if queue is self._urgent:
-            self._urgent_total -= 1
-        queue[image] -= 1
-        if queue[image]:
-            queue.move_to_end(image)
-        else:
-            del queue[image]
+    def _settle_on(self, image: str) -> None:
+        if self._placement is not None and (node := self._placement.nodes.get(image)) is not None:
+            self._alive_on[node] += 1
+            if self._alive_on[node] >= self._placement.room[node]:
+                self._full.add(node)
 
-    def _make_room(self, wanted: int) -> list[Make | Evict]:
+    def _give_up(self, wanted: int, *stocks: Turns) -> list[Make | Evict]:
+        """Take so many from the first of *stocks* that has any; of what is promised, what is needed last."""
         evictions: list[Make | Evict] = []
-        while wanted > 0 and self._evictable:
-            image = next(iter(self._evictable))
-            self._evictable[image] -= 1
-            if self._evictable[image]:
-                self._evictable.move_to_end(image)
-            else:
-                del self._evictable[image]
-            evictions.append(Evict(image))
-            wanted -= 1
+        for stock in stocks:
+            while len(evictions) < wanted and (image := stock.last() if stock is self._promised else stock.first()):
+                stock.take(image)
+                evictions.append(Evict(image))
         return evictions
 
     def _cool(self, now: float) -> None:
+        """Let images be tried again whose time has come."""
         self.wake_at = math.inf
-        for image in tuple(self._cooling):
-            breaker = self._breakers[image]
-            if breaker.reopen(now):
-                self._cooling.discard(image)
+        while self._cooling:
+            until, _, image = self._cooling[0]
+            breaker = self._breakers.get(image)
+            if breaker is not None and breaker.open and breaker.until == until:  # else it is of the past
+                if not breaker.reopen(now):
+                    self.wake_at = until
+                    return
                 self.update(image, self._demand[image])
-            else:
-                self.wake_at = min(self.wake_at, breaker.until)
+            heapq.heappop(self._cooling)
 
     def __repr__(self) -> str:
+        soon = f"{self._soon.total} announced, " if self._soon else ""
         return (
-            f"<Replenisher [{self._urgent_total} waited for, {len(self._lacking)} images short, "
+            f"<Replenisher [{self._urgent.total} waited for, {soon}{len(self._lacking)} images short, "
             f"{len(self._breakers)} failing | cap {self._cap}]>"
         )

@@ -32,6 +32,8 @@ class PoolStatistics:
     """Those of them that resisted every try."""
     waiting: int = 0
     """Calls of ``acquire()`` that wait."""
+    announced: int = 0
+    """Rollouts that were announced and have no sandbox yet."""
     hosts: int = 0
     """Hosts that the sandboxes are on: Pods; locally parent processes."""
     created_total: int = 0
@@ -66,4 +68,5 @@ class PoolStatistics:
             )
             if count
         )
-        return f"{self.backend} | {always}{rest} | {self.waiting} waiting"
+        announced = f", {self.announced} announced" if self.announced else ""
+        return f"{self.backend} | {always}{rest} | {self.waiting} waiting{announced}"

@@ -5,6 +5,7 @@ import json
 import subprocess
 import sys
 import zipfile
+from importlib.util import MAGIC_NUMBER
 from pathlib import Path
 
 import pytest
@@ -52,6 +53,25 @@ def test_the_same_modules_give_the_same_bytes() -> None:
     assert b"\0" not in first
     assert len(first) < 128 * 1024
     assert bootstrap.source() == first[: len(bootstrap.source())]
+
+
+def test_an_interpreter_like_ours_gets_bytecode() -> None:
+    """What is made for the same bytecode need not be compiled; where it came from on our side is not told."""
+    text = bootstrap.program(entry="json:dumps", bytecode=MAGIC_NUMBER.hex())
+    assert text.isascii()
+    for other in ("", "0d0d0d0d", "nonsense"):
+        assert bootstrap.program(entry="json:dumps", bytecode=other) == bootstrap.program(entry="json:dumps")
+    code = (
+        "import importlib\n"
+        f"for name in {bootstrap.runner_modules()!r}:\n"
+        "    module = importlib.import_module(name)\n"
+        "    assert module.__loader__.get_source(name) is None, name\n"
+    )
+    check = "from agentsandbox.protocol.runner.scan import Scanner as s\nprint(s.__init__.__code__.co_filename)\n"
+
+    result = run("-", stdin=(text.decode().rpartition("import importlib, json")[0] + code + check).encode())
+
+    assert (b"", b"<agentsandbox.protocol.runner.scan>\n") == (result.stderr, result.stdout)
 
 
 def test_modules_of_the_drivers_machine_are_left_out_unless_named() -> None:

@@ -154,6 +154,40 @@ async def test_what_was_not_shown_is_never_used_again(answer):
         assert 1 == len(told(client, "sandbox.not_recycled"))
 
 
+async def test_a_stream_that_was_attached_beside_an_episode_proves_nothing():
+    """Whoever has the same user may have come between: another rung makes the sandbox like new, and then it counts."""
+    backend = Backend()
+    backend.recycling = True
+    async with opened(backend) as client:
+        async with await client.acquire("host") as lease:
+            again = client._engine._sandboxes[lease.sandbox].session
+            again.streams = 1 + getattr(again, "streams", 0)
+        await anyio.sleep(0.5)
+        await used(client, 2)
+
+        assert ["restart", "files", "files"] == [data["rung"] for data in told(client, "sandbox.reset")]
+        assert ["baseline", "baseline", "reset", "reset"] == [name for _, name, _ in backend.asked]
+
+
+async def test_a_stream_that_was_attached_again_during_a_reset_proves_nothing():
+    """What it says is not believed, whatever it says."""
+    backend = Backend()
+    async with opened(backend) as client:
+        first = await client.acquire("host")
+        session = client._engine._sandboxes[first.sandbox].session
+        real = session.builtin
+
+        async def builtin(*args, **options):
+            session.streams = 1 + getattr(session, "streams", 0)
+            return await real(*args, **options)
+
+        session.builtin = builtin
+        await first.release()
+        async with await client.acquire("host") as second:
+            assert first.sandbox != second.sandbox
+        assert "attached again" in told(client, "sandbox.not_recycled")[0]["error"]
+
+
 async def test_a_failed_rung_is_followed_by_the_next():
     """A restart in place makes what could not be shown clean a fresh one, which gets a baseline of its own."""
     backend = Backend()

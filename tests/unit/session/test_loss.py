@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import anyio
@@ -15,6 +17,7 @@ from agentsandbox.protocol.connection import Connection
 from agentsandbox.protocol.frames import AMOUNT, dump, encode
 from agentsandbox.session import Session
 from agentsandbox.session.link import Link
+from agentsandbox.session.pulse import Pulse
 from agentsandbox.transport.memory import memory_pair
 
 pytestmark = pytest.mark.anyio
@@ -93,7 +96,22 @@ async def test_the_last_words_of_a_runner_count(connected: Any) -> None:
     assert [(5, b"last words")] == [(result.exit_code, result.stdout) for result in results]
 
 
-async def test_p05_silence_is_noticed(connected: Any) -> None:
+@asynccontextmanager
+async def shared_clock(shared: bool) -> AsyncIterator[dict[str, Any]]:
+    """Give the option that has a session's heartbeat kept by a clock for many, or by a task of its own."""
+    if not shared:
+        yield {}
+        return
+    pulse = Pulse()
+    async with anyio.create_task_group() as group:
+        group.start_soon(pulse.run)
+        yield {"pulse": pulse}
+        group.cancel_scope.cancel()
+    assert repr(pulse) == "<Pulse [0 links, every 1 s]>"
+
+
+@pytest.mark.parametrize("shared", [False, True], ids=["its own clock", "a shared clock"])
+async def test_p05_silence_is_noticed(connected: Any, shared: bool) -> None:
     """
     A stream that goes silent ends in an error with the partial output after heartbeat and timeout, not never.
     """
@@ -105,7 +123,10 @@ async def test_p05_silence_is_noticed(connected: Any) -> None:
         await anyio.sleep(1)
         command.peer.stream.stall()
 
-    async with connected(script, heartbeat=10, heartbeat_timeout=20) as (session, _):
+    async with (
+        shared_clock(shared) as clock,
+        connected(script, heartbeat=10, heartbeat_timeout=20, **clock) as (session, _),
+    ):
         begin = anyio.current_time()
         with pytest.raises(StreamBroken, match="no answer to a heartbeat within 20 s") as caught:
             await session.exec(Command(command="x", timeout=None))
@@ -114,7 +135,8 @@ async def test_p05_silence_is_noticed(connected: Any) -> None:
         assert not session.alive
 
 
-async def test_p10_quiet_commands_keep_their_stream(connected: Any) -> None:
+@pytest.mark.parametrize("shared", [False, True], ids=["its own clock", "a shared clock"])
+async def test_p10_quiet_commands_keep_their_stream(connected: Any, shared: bool) -> None:
     """
     While a command says nothing, the heartbeat is heard on the path in every interval.
     """
@@ -124,7 +146,7 @@ async def test_p10_quiet_commands_keep_their_stream(connected: Any) -> None:
         await anyio.sleep(600)
         command.exit()
 
-    async with connected(script, heartbeat=15) as (session, peer):
+    async with shared_clock(shared) as clock, connected(script, heartbeat=15, **clock) as (session, peer):
         assert (await session.exec(Command(command="x", timeout=None))).ok
         assert 39 <= peer.count(frames.PING) <= 40
 

@@ -15,20 +15,21 @@ from agentsandbox.errors import (
     Throttled,
     UsageError,
 )
-from agentsandbox.warmpool.book import Create, Destroy, Grant, PoolBook, Refuse, Waiter
-from agentsandbox.warmpool.lease import Input, State
+from agentsandbox.warmpool.book import Create, Destroy, Grant, PoolBook, Recycle, Refuse, Waiter
+from agentsandbox.warmpool.lease import Input, SandboxLife, State
+from agentsandbox.warmpool.outlook import Announcement
 from agentsandbox.warmpool.ratelimit import AdaptiveLimiter
 from agentsandbox.warmpool.replenisher import Replenisher
 
 
-def make_book(images, *, spares=0, cap=100, in_flight=100):
+def make_book(images, *, spares=0, cap=100, in_flight=100, **options):
     replenisher = Replenisher(
         targets={image: size + spares for image, size in images.items()},
         cap=cap,
         creates_in_flight=in_flight,
         limiter=AdaptiveLimiter(random=Random(0)),
     )
-    return PoolBook(images=images, replenisher=replenisher)
+    return PoolBook(images=images, replenisher=replenisher, **options)
 
 
 def make_ready(book, now=0.0):
@@ -361,3 +362,191 @@ def test_a_lost_holder_that_is_cancelled_gives_it_to_nobody():
     assert Destroy("sb-000001") in book.withdraw(waiter, 0.0)
     assert SandboxLost is not type(waiter.error)
     assert 0 == book.matcher.ready("host")
+
+
+def perform(book, decisions, now=0.0):
+    """Let everything that is asked for succeed; return which images were made, and what became of whom."""
+    made, turned = [], []
+    todo = list(decisions)
+    while todo:
+        decision = todo.pop(0)
+        if isinstance(decision, Create):
+            made.append(decision.image)
+            todo += book.created(decision.name, now)
+        elif isinstance(decision, Recycle):
+            turned.append((decision.name, decision.image))
+            todo += book.recycled(decision.name, now) if decision.image else book.decide(decision.name, now)
+        elif isinstance(decision, Destroy):
+            todo += book.deleted(decision.name, now)
+    return made, turned
+
+
+def test_what_is_announced_is_made_ready():
+    """Images that were never heard of are known from then on; leases use the announcement up."""
+    book = make_book({})
+    announcement = Announcement({"a": 2, "b": 1})
+
+    made, _ = perform(book, book.announce(announcement, 0.0))
+    assert ["a", "a", "b"] == made
+    assert "<PoolBook [3 ready | 0 waiting, 3 announced]>" == repr(book)
+
+    waiter, decisions = ask(book, "a")
+    assert [Grant] == kinds(decisions)
+    assert {"a": 1, "b": 1} == announcement.left
+    assert waiter.grant is not None
+
+
+def test_a_replacement_uses_up_no_announcement():
+    """Who gets a fresh sandbox for a used one is the same rollout."""
+    book = make_book({})
+    announcement = Announcement({"a": 3})
+    perform(book, book.announce(announcement, 0.0))
+    waiter, _ = ask(book, "a")
+    again = Waiter("a", 1.0)
+    book.replace(waiter.grant, again, 1.0)
+
+    assert again.grant is not None
+    assert {"a": 2} == announcement.left
+
+
+def test_as_many_of_an_announced_image_are_leased_at_once_as_are_to_come():
+    """And so many more as may burst; what is announced later may raise that, and never lowers it."""
+    book = make_book({}, burst=1)
+    made, _ = perform(book, book.announce(Announcement({"a": 2}), 0.0))
+    assert ["a", "a"] == made
+    first = [ask(book, "a") for _ in range(4)]
+    made, _ = perform(book, first[2][1])
+    assert ["a"] == made
+    assert [True, True, True, False] == [waiter.grant is not None for waiter, _ in first]
+
+    made, _ = perform(book, book.announce(Announcement({"a": 3}), 0.0))
+    assert ["a"] == made
+    assert 4 == book.matcher.limit("a")
+    assert first[3][0].grant is not None
+
+
+def test_who_waited_for_a_place_is_served_as_soon_as_there_is_one():
+    """A ready sandbox and a waiter, and no place: a later announcement makes one, and the grant comes with it."""
+    book = make_book({})
+    perform(book, book.announce(Announcement({"a": 1}), 0.0))
+    holder, _ = ask(book, "a")
+    waiter, _ = ask(book, "a")
+    book.matcher.offer("a", "sb-000002")
+    book.lives["sb-000002"] = SandboxLife("sb-000002", "a", State.READY)
+    book._count("a", None, State.READY)
+    assert waiter.grant is None
+
+    decisions = book.announce(Announcement({"a": 2}), 1.0)
+    assert waiter.grant in decisions
+    assert holder.grant is not None
+
+
+def test_a_declared_image_is_never_made_beyond_its_target():
+    """Hundreds of rollouts are announced, and as many sandboxes kept as was said."""
+    book = make_book({"host": 2}, spares=1)
+    made, _ = perform(book, [*book.start(0.0), *book.announce(Announcement({"host": 500}), 0.0)])
+
+    assert ["host"] * 3 == made
+    assert 2 == book.matcher.limit("host")
+
+
+def test_stock_becomes_what_is_announced():
+    """At the cap, an idle sandbox becomes what comes next in its place; nothing is made or removed."""
+    book = make_book({"idle": 3}, cap=3)
+    make_ready(book)
+    book.recycles = lambda _name: True
+
+    made, turned = perform(book, book.announce(Announcement({"next": 2}), 1.0))
+    assert ([], [("sb-000001", "next"), ("sb-000002", "next")]) == (made, turned)
+    assert (2, 1) == (book.count("next", State.READY), book.count("idle", State.READY))
+
+
+def test_what_was_withdrawn_becomes_what_is_wanted_before_anything_is_made():
+    """Its sandboxes stay until somebody has use for their place."""
+    book = make_book({})
+    book.recycles = lambda _name: True
+    announcement = Announcement({"old": 2})
+    perform(book, book.announce(announcement, 0.0))
+    assert [] == book.retract(announcement, 1.0)
+    assert 2 == book.counts[State.READY]
+
+    made, turned = perform(book, book.announce(Announcement({"new": 3}), 2.0))
+    assert (["new"], [("sb-000001", "new"), ("sb-000002", "new")]) == (made, turned)
+    assert [] == book.retract(announcement, 3.0)
+
+
+def test_what_was_withdrawn_and_cannot_change_is_removed_when_somebody_wants_another():
+    """It is of no use to anybody, and would stand in the way later."""
+    book = make_book({})
+    announcement = Announcement({"old": 2})
+    perform(book, book.announce(announcement, 0.0))
+    book.retract(announcement, 1.0)
+
+    decisions = book.announce(Announcement({"new": 1}), 2.0)
+    assert [Destroy("sb-000001"), Create("sb-000003", "new")] == decisions
+
+
+def test_a_batch_that_begins_is_not_counted_twice():
+    """Announced before, it is the same rollouts; what is left of it at the end is withdrawn."""
+    book = make_book({})
+    book.announce(Announcement({"a": 4}), 0.0)
+    batch = Announcement({"a": 4, "b": 1})
+    book.announce(batch, 0.0, begins=True)
+    assert 5 == book.outlook.total
+
+    book.retract(batch, 1.0)
+    assert 0 == book.outlook.total
+
+
+def test_nothing_is_announced_to_a_closed_pool():
+    """It is as if it had been withdrawn."""
+    book = make_book({"host": 1})
+    book.close()
+    announcement = Announcement({"host": 1, "other": 2})
+
+    assert [] == book.announce(announcement, 0.0)
+    assert {} == announcement.left
+    assert [] == book.retract(announcement, 0.0)
+    assert 0 == book.outlook.total
+
+
+def test_the_cost_of_an_event_does_not_depend_on_how_many_images_there_are():
+    """Two thousand images are announced and waited for: an event tells of the images that it is about, and no other."""
+    looked = []
+
+    class Counting(Replenisher):
+        def update(self, image, demand):
+            looked.append(image)
+            super().update(image, demand)
+
+    images = [f"image-{number}" for number in range(2_000)]
+    replenisher = Counting(targets={}, cap=8, creates_in_flight=8, limiter=AdaptiveLimiter(random=Random(0)))
+    book = PoolBook(images={}, replenisher=replenisher)
+    book.recycles = lambda _name: True
+    book.announce(Announcement(dict.fromkeys(images, 4)), 0.0)
+    waiters = [Waiter(image, 0.0) for image in images]
+    for waiter in waiters:
+        book.request(waiter, 0.0)
+
+    looked.clear()
+    perform(book, book.created("sb-000001", 1.0))
+    assert waiters[0].grant is not None
+    assert len(looked) <= 4
+    looked.clear()
+    decisions = book.release(waiters[0].grant, 2.0)
+    assert [Recycle("sb-000001", None)] == decisions
+    (recycle,) = book.decide("sb-000001", 2.1)
+    book.recycled("sb-000001", 3.0)
+    assert "image-2" == recycle.image
+    assert waiters[2].grant is not None
+    assert len(looked) <= 8
+
+
+def test_what_is_decided_already_is_not_decided_again():
+    """The moment to decide may come after the sandbox was lost, or for one that nobody knows."""
+    book = make_book({"host": 1})
+    make_ready(book)
+
+    assert [] == book.decide("sb-000001", 1.0)
+    assert [] == book.decide("nobody", 1.0)
+    assert State.READY is book.lives["sb-000001"].state

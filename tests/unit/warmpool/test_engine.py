@@ -32,7 +32,7 @@ from .fake_backend import FakeBackend
 pytestmark = pytest.mark.anyio
 
 
-def build(backend, *, images=None, spares=0, cap=100, rate=None, sinks=(), grace=30.0):
+def build(backend, *, images=None, spares=0, cap=100, rate=None, sinks=(), grace=30.0, create_timeout=300.0):
     images = images or {"host": 2}
     targets = {image: size + spares for image, size in images.items()}
     replenisher = Replenisher(
@@ -43,7 +43,9 @@ def build(backend, *, images=None, spares=0, cap=100, rate=None, sinks=(), grace
     )
     book = PoolBook(images=images, replenisher=replenisher)
     specs = {image: SandboxSpec(image=image) for image in images}
-    return Engine(backend, specs=specs, targets=targets, book=book, sinks=sinks, grace=grace)
+    return Engine(
+        backend, specs=specs, targets=targets, book=book, sinks=sinks, grace=grace, create_timeout=create_timeout
+    )
 
 
 @asynccontextmanager
@@ -345,23 +347,103 @@ async def test_p60_destroy_that_fails_once_is_tried_exactly_twice():
         assert 1 == engine.statistics().deleted_total
 
 
-async def test_p60_a_sandbox_that_resists_is_kept_reported_and_tried_again_at_the_end(caplog):
-    """Five tries; then it counts as stuck and alive, is named in the log, and the end of the pool removes it."""
+async def test_p60_a_sandbox_that_resists_is_kept_reported_and_tried_again(caplog):
+    """Five tries; then it counts as stuck and alive, is named in the log once, and is tried again at a slow pace."""
     backend = FakeBackend()
     events = []
     async with running(backend, images={"host": 1}, cap=1, sinks=[events.append]) as engine:
         tenure = await engine.acquire("host", timeout=1.0)
-        backend.destroy_errors.extend([ApiUnavailable("500")] * 5)
+        backend.destroy_errors.extend([ApiUnavailable("500")] * 7)
         engine.release(tenure)
-        await anyio.sleep(600)
-
+        await anyio.sleep(14)
         assert ["sb-000001"] * 5 == backend.destroy_calls
         assert "<Engine [fake | 0 leased, 0 ready, 0 creating, 1 deleting, 1 stuck | 0 waiting]>" == repr(engine)
+        assert repr(engine._performer).endswith("| <Removals [0 under way, 1 stuck]>]>")
         assert 1 == len(backend.attempts)
 
-    assert 6 == len(backend.destroy_calls)
+        await anyio.sleep(6 + 30)
+        assert 7 == len(backend.destroy_calls)
+        assert 1 == engine.statistics().stuck
+        await anyio.sleep(60)
+        assert 8 == len(backend.destroy_calls)
+        assert "<Engine [fake | 0 leased, 1 ready, 0 creating | 0 waiting]>" == repr(engine)
+
     assert ["sandbox sb-000001 could not be removed (ApiUnavailable: 500); it still counts as alive"] == caplog.messages
-    assert ["sandbox.stuck"] == [event.name for event in events if event.name == "sandbox.stuck"]
+    assert [1, 2, 3] == [event.data["rounds"] for event in events if event.name == "sandbox.stuck"]
+
+
+async def test_p60_what_still_resists_is_tried_again_at_the_end():
+    """The end of the pool does not wait for its turn."""
+    backend = FakeBackend()
+    async with running(backend, images={"host": 1}, cap=1) as engine:
+        tenure = await engine.acquire("host", timeout=1.0)
+        backend.destroy_errors.extend([ApiUnavailable("500")] * 5)
+        engine.release(tenure)
+        await anyio.sleep(10)
+        assert 1 == engine.statistics().stuck
+    assert 6 == len(backend.destroy_calls)
+
+
+async def test_a_stuck_sandbox_that_gives_no_answer_is_tried_ever_more_seldom():
+    """Each round takes as long as it may, and the pause doubles up to five minutes."""
+    backend = FakeBackend()
+    events = []
+    async with running(backend, images={"host": 1}, cap=1, grace=20.0, sinks=[events.append]) as engine:
+        tenure = await engine.acquire("host", timeout=1.0)
+        backend.destroy_block = anyio.Event()
+        began = anyio.current_time()
+        engine.release(tenure)
+        await anyio.sleep(1200)
+        backend.destroy_block.set()
+
+    stuck = [(event.at - began, event.data["error"]) for event in events if event.name == "sandbox.stuck"]
+    assert [20.0, 55.0, 105.0, 185.0, 325.0, 585.0, 905.0] == pytest.approx([at for at, _ in stuck])
+    assert {"no answer"} == {why for _, why in stuck}
+
+
+async def test_so_many_are_removed_at_a_time_and_their_time_begins_with_their_turn():
+    """Two hundred at once: never more than 64 under way, and none gives up because it had to wait."""
+    backend = FakeBackend()
+    backend.default_creates_in_flight = 200
+    under_way = most = 0
+    destroy = backend.destroy
+
+    async def slow(sandbox):
+        nonlocal under_way, most
+        under_way += 1
+        most = max(most, under_way)
+        await anyio.sleep(15)
+        await destroy(sandbox)
+        under_way -= 1
+
+    async with running(backend, images={"host": 200}, cap=200) as engine:
+        tenures = [await engine.acquire("host", timeout=1.0) for _ in range(200)]
+        backend.destroy = slow
+        for tenure in tenures:
+            engine.release(tenure)
+        await anyio.sleep(61)
+        backend.destroy = destroy
+
+        assert 64 == most
+        assert (200, 0) == (engine.statistics().deleted_total, engine.statistics().stuck)
+
+
+@pytest.mark.parametrize("stage", ["the backend had not made it", "its baseline was not taken"])
+async def test_what_takes_too_long_to_make_is_given_up(stage):
+    """The error names image and stage, nothing half-made stays, and the next one is tried."""
+    backend = FakeBackend()
+    prepared = anyio.Event()
+    async with running(backend, images={"host": 1}, settle=False, create_timeout=50.0) as engine:
+        if stage.startswith("its"):
+            engine.resets.prepare = lambda _sandbox: prepared.wait()
+        else:
+            backend.create_block = anyio.Event()
+        with pytest.raises(AcquireTimeout, match=f"ProvisionError: no sandbox of image 'host' within 50 s: {stage}$"):
+            await engine.acquire("host", timeout=60.0)
+        assert (1, 1) == (engine.statistics().failed_total, engine.statistics().creating)
+        assert 1 == backend.in_flight + len(backend.alive)
+        word = "0 being made, 1 being prepared" if stage.startswith("its") else "1 being made, 0 being prepared"
+        assert f"<Maker [{word}]>" in repr(engine._performer)
 
 
 async def test_p45_a_removal_without_an_answer_counts_as_stuck(caplog):

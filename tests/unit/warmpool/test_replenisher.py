@@ -312,3 +312,120 @@ def test_a_sandbox_to_be_recycled_becomes_what_is_wanted_most():
 
     replenisher.update("a", Demand())
     assert ("a", "a") == (replenisher.reuse("a"), replenisher.keep("a"))
+
+
+def test_announced_rollouts_come_after_waiters_and_before_stock():
+    """In the order of the announcement, each image in full before the next one; nothing twice for who waits already."""
+    replenisher = make({"stock": 1})
+    replenisher.update("stock", Demand())
+    replenisher.update("soon", Demand(announced=3, servable=1, waiting=1))
+    replenisher.update("later", Demand(announced=2))
+
+    expected = "<Replenisher [1 waited for, 4 announced, 1 images short, 0 failing | cap 100]>"
+    assert expected == repr(replenisher)
+    plan = makes(replenisher.plan(0.0, alive=0, creating=0, going=0))
+    assert ["soon", "soon", "soon", "later", "later", "stock"] == plan
+
+
+def test_what_is_there_or_on_its_way_counts_for_what_is_announced():
+    """Four are announced, one is being made and two are ready: one is missing, and none of the stock."""
+    replenisher = make({"a": 3})
+    replenisher.update("a", Demand(announced=4, creating=1, ready=2))
+
+    assert ["a"] == makes(replenisher.plan(0.0, alive=3, creating=1, going=0))
+
+
+def test_stock_gives_way_to_what_is_announced():
+    """At the cap, what nobody announced makes room; what is announced does not, and no more goes than is needed."""
+    replenisher = make({"idle": 3, "busy": 2}, cap=5)
+    replenisher.update("idle", Demand(ready=3))
+    replenisher.update("busy", Demand(ready=2, announced=2))
+    replenisher.update("soon", Demand(announced=2))
+
+    assert [Evict("idle")] * 2 == replenisher.plan(0.0, alive=5, creating=0, going=0)
+    replenisher.update("idle", Demand(ready=3))
+    assert [Evict("idle")] == replenisher.plan(0.0, alive=5, creating=0, going=1)
+    replenisher.update("idle", Demand())
+    assert [] == replenisher.plan(0.0, alive=5, creating=0, going=0)
+
+
+def test_who_waits_gets_the_room_of_what_is_needed_last():
+    """Stock first; then the sandbox of the image that was announced last."""
+    replenisher = make({"idle": 1}, cap=4)
+    replenisher.update("idle", Demand(ready=1))
+    replenisher.update("next", Demand(ready=1, announced=1))
+    replenisher.update("last", Demand(ready=2, announced=2))
+    replenisher.update("now", Demand(servable=2, waiting=2))
+
+    assert [Evict("idle"), Evict("last")] == replenisher.plan(0.0, alive=4, creating=0, going=0)
+
+
+def test_room_that_is_coming_anyway_goes_to_who_waits_first():
+    """Of two that are going, one is for the waiter and one for the announced: nothing more is given up."""
+    replenisher = make({"idle": 3}, cap=5)
+    replenisher.update("idle", Demand(ready=3))
+    replenisher.update("now", Demand(servable=1, waiting=1))
+    replenisher.update("soon", Demand(announced=1))
+
+    assert [] == replenisher.plan(0.0, alive=5, creating=0, going=2)
+    assert [Evict("idle")] == replenisher.plan(0.0, alive=5, creating=0, going=1)
+
+
+def test_what_nobody_needs_any_more_goes_before_anything_is_made():
+    """A sandbox beyond target and announcements becomes what is wanted, though there is room for another one."""
+    replenisher = make({"a": 1})
+    replenisher.update("old", Demand(ready=2))
+    assert [] == replenisher.plan(0.0, alive=2, creating=0, going=0)
+
+    replenisher.update("a", Demand())
+    assert [Evict("old")] == replenisher.plan(0.0, alive=2, creating=0, going=0)
+    replenisher.update("old", Demand(ready=1))
+    assert ["a"] == makes(replenisher.plan(0.0, alive=2, creating=0, going=1))
+
+
+def test_a_used_sandbox_becomes_what_is_announced_before_what_is_stock():
+    """Who waits first, then what comes next, then stock."""
+    replenisher = make({"stock": 1})
+    replenisher.update("stock", Demand())
+    replenisher.update("soon", Demand(announced=1))
+    assert ("soon", "soon") == (replenisher.reuse("stock"), replenisher.keep("soon"))
+
+    replenisher.update("now", Demand(servable=1, waiting=1))
+    assert "now" == replenisher.reuse("soon")
+
+
+def test_an_image_that_fails_is_not_made_for_who_comes_later():
+    """Its breaker holds for announcements too."""
+    replenisher = make({})
+    replenisher.failed("bad", ImagePullFailed("not found", permanent=True), 0.0)
+    replenisher.update("bad", Demand(announced=4))
+
+    assert [] == replenisher.plan(0.0, alive=0, creating=0, going=0)
+
+
+def test_ten_thousand_images_that_cool_down_cost_nothing():
+    """A plan looks at the one whose time comes first, and at those whose time has come; old entries are dropped."""
+    replenisher = make({}, breaker_threshold=1)
+    for number in range(10_000):
+        image = f"image-{number}"
+        replenisher.update(image, Demand(servable=1, waiting=1))
+        replenisher.failed(image, ProvisionError("x"), float(number))
+        replenisher.update(image, Demand(servable=1, waiting=1))
+    looked = []
+    breakers = replenisher._breakers
+
+    class Counting(dict):
+        def get(self, key, default=None):
+            looked.append(key)
+            return super().get(key, default)
+
+    replenisher._breakers = Counting(breakers)
+    assert [] == replenisher.plan(0.0, alive=0, creating=0, going=0)
+    assert 30.0 == replenisher.wake_at
+    assert ["image-0"] == looked
+
+    replenisher.created("image-0", 30.0)
+    looked.clear()
+    assert ["image-1"] == makes(replenisher.plan(31.0, alive=0, creating=0, going=0))
+    assert 32.0 == replenisher.wake_at
+    assert len(looked) <= 4

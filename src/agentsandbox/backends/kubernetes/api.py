@@ -7,7 +7,6 @@ import asyncio
 import contextlib
 import inspect
 import json
-import resource
 import socket
 import time
 import weakref
@@ -20,8 +19,16 @@ import anyio.to_thread
 import attrs
 
 from agentsandbox.backends.kubernetes.credentials import Credential, Credentials, Target, discover
-from agentsandbox.backends.kubernetes.refusals import connection_errors, error_of, retry_after, status_of, unavailable
-from agentsandbox.errors import ApiUnavailable, ConfigurationError, InvalidObject, ProtocolError
+from agentsandbox.backends.kubernetes.refusals import (
+    connection_errors,
+    error_of,
+    handshake_error,
+    retry_after,
+    status_of,
+    unavailable,
+)
+from agentsandbox.backends.kubernetes.sockets import BODY_LIMIT, Refused, allow_files, refuse, resolver
+from agentsandbox.errors import ApiUnavailable, ConfigurationError, ProtocolError
 
 if TYPE_CHECKING:
     import aiohttp
@@ -39,15 +46,7 @@ _CONNECT_TIMEOUT = 15.0
 _WATCH_TIMEOUT = 30.0
 """For the headers of a watch; its body may take for ever."""
 _KEEPALIVE = 60.0
-_BODY_LIMIT = 64 * 1024
 _READS = frozenset({"GET", "HEAD"})
-
-
-@attrs.frozen(kw_only=True)
-class _Refused(Exception):
-    status: int
-    body: bytes
-    headers: Mapping[str, str]
 
 
 @attrs.define(eq=False, repr=False)
@@ -97,10 +96,10 @@ class KubernetesApi:
         except RuntimeError:
             raise ConfigurationError("backend 'kubernetes' runs on asyncio, not on trio") from None
         rest = min(max(max_connections, 8), _REST_CONNECTIONS)
-        _allow_files(max_connections, max_connections + rest + _SPARE_FILES)
+        allow_files(max_connections, max_connections + rest + _SPARE_FILES)
         try:
             # The import takes most of a second.
-            await anyio.to_thread.run_sync(__import__, "kubernetes_asyncio.config")
+            await anyio.to_thread.run_sync(__import__, "kubernetes_asyncio.config", limiter=anyio.CapacityLimiter(1))
             import aiohttp
         except ImportError as error:
             raise ConfigurationError(
@@ -120,15 +119,19 @@ class KubernetesApi:
         own: dict[str, Any] = {"socket_factory": socket_of} if known else {}
 
         def session(limit: int, **options: Any) -> aiohttp.ClientSession:
-            connector = aiohttp.TCPConnector(limit=limit, keepalive_timeout=_KEEPALIVE, **own)
+            connector = aiohttp.TCPConnector(limit=limit, keepalive_timeout=_KEEPALIVE, resolver=resolver(), **own)
             timeout = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_TIMEOUT)
             return aiohttp.ClientSession(connector=connector, timeout=timeout, **options)
 
+        streams = session(max_connections, raise_for_status=refuse)
+        # A handshake is a GET, and aiohttp sends those again by itself when the connection is lost: that would run the
+        # command twice.
+        streams._retry_connection = False  # noqa: SLF001
         return cls(
             target,
             credentials,
             session(rest),
-            session(max_connections, raise_for_status=_refuse),
+            streams,
             max_connections,
             sockets=sockets,
         )
@@ -230,7 +233,7 @@ class KubernetesApi:
             rest = b""
             try:
                 if response.status != 200:
-                    raise error_of(response.status, await response.content.read(_BODY_LIMIT), response.headers)
+                    raise error_of(response.status, await response.content.read(BODY_LIMIT), response.headers)
                 async for chunk in response.content.iter_any():
                     *lines, rest = (rest + chunk).split(b"\n")
                     for line in lines:
@@ -286,14 +289,9 @@ class KubernetesApi:
                     self.protocol = stream.protocol or self.protocol
                     return stream
             # "from None": the causes name the URL, and with it the command. And it may have started all the same.
-            except _Refused as refusal:
-                if refusal.status < 300:
-                    raise ProtocolError(f"websocket handshake: HTTP status {refusal.status}") from None
-                if refusal.status == 403 and not refusal.body.strip():
-                    # Seen when no protocol is shared; whoever lacks a permission is told so in words.
-                    raise InvalidObject(f"the server speaks none of {', '.join(protocols)}", status=403) from None
+            except Refused as refusal:
                 if last or refusal.status != 401:
-                    raise error_of(refusal.status, refusal.body, refusal.headers) from None
+                    raise handshake_error(refusal.status, refusal.body, refusal.headers, protocols=protocols) from None
             except aiohttp.WSServerHandshakeError as error:
                 raise ProtocolError(f"websocket handshake: {error.message}") from None
             except connection_errors() as error:
@@ -387,27 +385,9 @@ class KubernetesApi:
         return options
 
 
-async def _refuse(response: aiohttp.ClientResponse) -> None:
-    # Called for every answer to a handshake, before aiohttp would throw the server's words away.
-    if response.status != 101:
-        raise _Refused(status=response.status, body=await response.content.read(_BODY_LIMIT), headers=response.headers)
-
-
 def _query(params: Params) -> list[tuple[str, str]]:
     pairs = params.items() if isinstance(params, Mapping) else params
     words = {True: "true", False: "false"}
     return [
         (name, words[value] if isinstance(value, bool) else str(value)) for name, value in pairs if value is not None
     ]
-
-
-def _allow_files(connections: int, need: int) -> None:
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft == resource.RLIM_INFINITY or soft >= need:
-        return
-    if hard != resource.RLIM_INFINITY and hard < need:
-        raise ConfigurationError(
-            f"{connections} connections need {need} open files, and this process may open {hard}: "
-            "raise the limit (ulimit -Hn) or lower the concurrency"
-        )
-    resource.setrlimit(resource.RLIMIT_NOFILE, (need, hard))

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import anyio
 
+from agentsandbox.backends.kubernetes.jailing import MODULES
 from agentsandbox.backends.kubernetes.manifests import CONTAINER, exec_params, exec_path
 from agentsandbox.errors import ControlPlaneError, ProvisionError
 from agentsandbox.protocol.bootstrap import ATTACHED_ENTRY, RELAY, WAITING, WAITING_GREETING, handover, program
@@ -72,11 +73,13 @@ class Attacher:
 
     Args:
         api: The API server.
+        jails: Whether runners are to make jails.
 
     """
 
-    def __init__(self, api: KubernetesApi) -> None:
+    def __init__(self, api: KubernetesApi, *, jails: bool = False) -> None:
         self._api = api
+        self._jails = jails
         self._openings = anyio.Semaphore(OPENINGS)
         self._interpreters: dict[str, str] = {}
         self.opened = 0
@@ -127,8 +130,15 @@ class Attacher:
         stream = ExecStream(ExecSocket(socket))
         try:
             with anyio.fail_after(GREETED_WITHIN):
-                if await _greeting(stream) == WAITING_GREETING:
-                    text = program(entry=ATTACHED_ENTRY, config=_config(nonce, spec))
+                said = await _greeting(stream)
+                if said.startswith(WAITING_GREETING):
+                    config = {**_config(nonce, spec), "jails": self._jails}
+                    text = program(
+                        entry=ATTACHED_ENTRY,
+                        config=config,
+                        modules=MODULES if self._jails else (),
+                        bytecode=said[len(WAITING_GREETING) :].decode("ascii", "replace").strip(),
+                    )
                     await stream.send([handover(nonce, text)])
         except BaseException as error:
             with anyio.move_on_after(5, shield=True):
@@ -142,9 +152,10 @@ class Attacher:
 
 async def _greeting(stream: ExecStream) -> bytes:
     said = b""
-    while said not in (GREETING, WAITING_GREETING):
+    while said != GREETING and not (said.startswith(WAITING_GREETING) and said.endswith(b"\n")):
         said += await stream.receive()
-        if len(said) > _LONGEST_GREETING or not (GREETING.startswith(said) or WAITING_GREETING.startswith(said)):
+        begin = said[: len(WAITING_GREETING)]
+        if len(said) > _LONGEST_GREETING or not (GREETING.startswith(said) or WAITING_GREETING.startswith(begin)):
             raise NoRunner(f"what answers is no runner: {said[:_LONGEST_GREETING]!r}")
     return said
 

@@ -8,14 +8,16 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from agentsandbox.backends.kubernetes.owned import list_all, namespace_path
-from agentsandbox.errors import ControlPlaneError, PermissionDenied
+from agentsandbox.errors import ControlPlaneError, InfrastructureError, PermissionDenied
 
 if TYPE_CHECKING:
     from agentsandbox.backends.kubernetes.api import Json, KubernetesApi
 
-__all__ = ["cluster_facts", "events_text", "shown"]
+__all__ = ["cluster_facts", "events_text", "last_warning", "shown"]
 
 _LONG = 512
+_WARNINGS = 100
+_BRIEFLY = 5.0
 
 
 def shown(pod: Json) -> Json:
@@ -49,6 +51,30 @@ async def events_text(api: KubernetesApi, namespace: str, names: Collection[str]
         return f"# events could not be listed: {error}\n"
     told = [event for event in events if names is None or event.get("involvedObject", {}).get("name") in names]
     return "".join(f"{_line(event)}\n" for event in sorted(told, key=_stamp))
+
+
+async def last_warning(api: KubernetesApi, namespace: str, uid: str) -> str:
+    """
+    Return what was last warned of about an object; empty if nothing was, or Events may not be listed.
+
+    A volume that cannot be mounted and a network that cannot be set up are told there and nowhere else.
+
+    Args:
+        api: The API server.
+        namespace: The object's.
+        uid: The object's.
+
+    """
+    params = {"fieldSelector": f"involvedObject.uid={uid},type=Warning", "limit": _WARNINGS}
+    try:
+        found = await api.request("GET", f"{namespace_path(namespace)}/events", params=params, timeout=_BRIEFLY)
+    except InfrastructureError:
+        return ""
+    told = sorted(found.get("items") or (), key=_stamp)
+    if not told:
+        return ""
+    message = " ".join(str(told[-1].get("message") or "").split())
+    return f"{told[-1].get('reason')}: {message}"
 
 
 def _stamp(event: Mapping[str, Any]) -> str:

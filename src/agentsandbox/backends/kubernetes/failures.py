@@ -52,15 +52,31 @@ class PodFailure:
     retry_in: float | None = None
     """Seconds of the back-off that it names."""
 
+    @property
+    def hint(self) -> str:
+        """What to do about it, where that is known from the words alone; else empty."""
+        return next((hint for pattern, hint in _HINTS if re.search(pattern, f"{self.reason} {self.message}")), "")
+
     def error(self) -> ProvisionError:
         """Return the exception to raise when one gives up on this Pod."""
         text = f"{self.reason}: {self.message}" if self.message else self.reason
+        if self.hint:
+            text += f"; {self.hint}"
         if self.cause.startswith("image_"):
             return ImagePullFailed(text, permanent=self.permanent)
         error = Unschedulable(text) if self.cause in (Cause.UNSCHEDULABLE, Cause.REJECTED) else ProvisionError(text)
         error.retryable = not self.permanent
         return error
 
+
+_HINTS = (
+    (
+        "image will run as root",
+        "its user is root: give the number of another one (user=1000), or allow root (run_as_root=True)",
+    ),
+    ("has non-numeric user", "give the number of its user (user=1000): a name may stand for root"),
+    ("^ErrImageNeverPull", "pull_policy='IfNotPresent' lets nodes get it"),
+)
 
 # The order decides: a throttled answer may also say "denied", and a platform that is missing also "not found".
 _TEXTS: tuple[tuple[str, Cause, bool], ...] = (

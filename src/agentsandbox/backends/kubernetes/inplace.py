@@ -4,8 +4,9 @@ A new container in the same Pod, of the same image or of another one.
 
 The rule ``RestartAllContainers`` on an exit code of ours starts it without back-off and removes what was before. Where
 an image is to change, the kubelet must hear of the old container's end and of the new image at the same time: if it
-hears of the image first, it ends the container itself, and then a return to an earlier image backs off; if last, it
-starts the old image once more.
+hears of the image first, it ends the container itself and keeps a record of it, and with such a record a return to an
+earlier image backs off; if last, it starts the old image once more. The rule removes every record. So where one is
+left, the container is made anew once before the image changes: see :meth:`Changer.backs_off`.
 """
 
 from __future__ import annotations
@@ -150,6 +151,13 @@ class Changer:
         else:
             self.restarted += 1
         return state
+
+    def backs_off(self, sandbox: KubernetesSandbox, image: str) -> bool:
+        """Whether the kubelet may refuse an image for a while, unless the container is made anew before it changes."""
+        status = (self._reflector.get(sandbox.uid) or {}).get("status") or {}
+        ended = [(one.get("lastState") or {}).get("terminated") or {} for one in status.get("containerStatuses") or ()]
+        # One that the rule has removed has no id.
+        return image != sandbox.spec.image and any(record.get("containerID") for record in ended)
 
     def learn(self, image: str, state: PodState) -> None:
         """Remember what an image turned out to be, for names of one and the same."""

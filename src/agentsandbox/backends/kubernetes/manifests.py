@@ -15,6 +15,7 @@ from urllib.parse import quote_plus
 
 import attrs
 
+from agentsandbox.backends.kubernetes.jailing import secure
 from agentsandbox.backends.kubernetes.options import (
     DOMAIN,
     PodOptions,
@@ -231,7 +232,7 @@ def _spec(
         "imagePullSecrets": [{"name": secret} for secret in options.image_pull_secrets],
         "volumes": [dict(volume) for volume in options.volumes],
     }
-    return {
+    made: dict[str, Any] = {
         "restartPolicy": "Never",
         "terminationGracePeriodSeconds": 1,
         "activeDeadlineSeconds": options.lifetime,
@@ -241,6 +242,9 @@ def _spec(
         "containers": [container],
         **{key: value for key, value in optional.items() if value},
     }
+    if options.jail is not None and first_process is FirstProcess.RUNNER:
+        secure(made, options.jail)
+    return made
 
 
 def delete_options(uid: str, *, grace: int | None = None) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from typing import Any
 
 import attrs
 
+from agentsandbox.backends.kubernetes.jailing import JailOptions, check, jail_options
 from agentsandbox.errors import ConfigurationError
 
 __all__ = [
@@ -27,6 +28,9 @@ __all__ = [
 
 DOMAIN = "agentsandbox.dev"
 """Prefix of our labels and annotations."""
+
+DAY = 24 * 3600
+"""Seconds that a Pod lives when nothing is said."""
 
 _NAME = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?")
 _LABEL = re.compile(r"([A-Za-z0-9]([-A-Za-z0-9_.]*[A-Za-z0-9])?)?")
@@ -62,6 +66,14 @@ def _tuple(value: Iterable[Any]) -> tuple[Any, ...]:
     return tuple(value)
 
 
+def _seconds(value: Iterable[float]) -> tuple[float, ...]:
+    found = _tuple(value)
+    for one in found:
+        if isinstance(one, bool) or not isinstance(one, int | float) or not 0 < one < math.inf:
+            raise ConfigurationError(f"stages: {one!r} is not a number of seconds above 0")
+    return found
+
+
 @attrs.frozen(kw_only=True)
 class PodOptions:
     """How Pods are made, whatever their image. Checked when it is made, as far as that goes without a cluster."""
@@ -70,8 +82,12 @@ class PodOptions:
     """What the scheduler sets aside, such as ``{"cpu": "500m", "memory": "1Gi"}``."""
     limits: Mapping[str, str] = attrs.field(factory=lambda: {"cpu": "2", "memory": "2Gi"}, converter=_mapping)
     """What a sandbox can use at most."""
-    lifetime: int = attrs.field(default=24 * 3600)
-    """Seconds after which the cluster ends a Pod whatever we do; see :func:`lifetime`."""
+    stages: tuple[float, ...] = attrs.field(default=(), converter=_seconds)
+    """Time limits of everything that an episode does one after another, in seconds: a Pod has to outlive their sum."""
+    max_lifetime: float | None = None
+    """The longest that a Pod may live, in seconds; ``None`` is any time."""
+    lifetime: int = attrs.field(default=attrs.Factory(lambda self: self._derived(), takes_self=True))
+    """Seconds after which the cluster ends a Pod whatever we do; by default by :attr:`stages`, else a day."""
     run_as_root: bool = False
     """Let the image's user be root. Needed by images that declare no other user."""
     user: int | None = None
@@ -108,6 +124,14 @@ class PodOptions:
     """Labels of your own."""
     annotations: Mapping[str, str] = attrs.field(factory=dict, converter=_mapping)
     """Annotations of your own."""
+    jail: JailOptions | None = attrs.field(default=None, converter=jail_options)
+    """
+    Whether each sandbox is a jail in its Pod, which is a reset of some milliseconds: ``True``, or fields of
+    :class:`~agentsandbox.backends.kubernetes.jailing.JailOptions`. It gives the Pod capabilities, ``SYS_ADMIN`` among
+    them, that its jails do not have.
+    """
+    slots: int = 1
+    """How many sandboxes one Pod serves at once; more than one are jails."""
 
     def __attrs_post_init__(self) -> None:
         """Check everything that can be checked without a cluster."""
@@ -122,6 +146,11 @@ class PodOptions:
                 raise ConfigurationError(f"request of {resource}: {least} is more than the limit {most}")
         if self.lifetime < 1 or self.lifetime > 2**31 - 1:
             raise ConfigurationError(f"lifetime: {self.lifetime} is not a number of seconds that a Pod can live")
+        if self.max_lifetime is not None and self.lifetime > self.max_lifetime:
+            raise ConfigurationError(f"lifetime is {self.lifetime} s, and max_lifetime {self.max_lifetime:g} s")
+        if self.lifetime < sum(self.stages):
+            need = sum(self.stages)
+            raise ConfigurationError(f"lifetime is {self.lifetime} s, and the stages may take {need:g} s in all")
         if self.user == 0 and not self.run_as_root:
             raise ConfigurationError("user: 0 is root, which needs run_as_root=True")
         if self.workdir is not None and not self.workdir.startswith("/"):
@@ -138,6 +167,18 @@ class PodOptions:
             if key.startswith(f"{DOMAIN}/"):
                 raise ConfigurationError(f"{key}: the domain {DOMAIN} is ours")
             check_key(key)
+        check(self.jail, self.slots, root=self.run_as_root and not self.user, volume_mounts=self.volume_mounts)
+
+    @property
+    def needed(self) -> float:
+        """How long a Pod must have to live when an episode gets it, in seconds."""
+        return sum(self.stages) or self.lifetime / 2
+
+    def _derived(self) -> int:
+        if not self.stages:
+            return DAY if self.max_lifetime is None else math.floor(min(DAY, self.max_lifetime))
+        # As long again as an episode takes, so that a Pod may also wait for one.
+        return lifetime(self.stages, margin=max(300.0, sum(self.stages)), max_lifetime=self.max_lifetime)
 
 
 def lifetime(stages: Iterable[float], *, margin: float = 300.0, max_lifetime: float | None = None) -> int:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import anyio
 
 from agentsandbox.backends.kubernetes.conditions import Cause, PodPhase, PodState, deleted, state_of
+from agentsandbox.backends.kubernetes.evidence import last_warning
 from agentsandbox.backends.kubernetes.manifests import DOMAIN, pods_path
 from agentsandbox.backends.kubernetes.watch import backoff
 from agentsandbox.errors import ApiUnavailable, Conflict, InvalidObject, NotFound, ProvisionError, Throttled
@@ -160,6 +161,8 @@ class Placer:
             if last is not None and last.failure is not None:
                 raise last.failure.error() from None
             why = f": {last.reason} {last.message}".rstrip() if last is not None else ""
+            if warning := await last_warning(self._api, self._api.namespace, uid):
+                why += f"; {warning}"
             raise ProvisionError(f"Pod {pod} is not ready after {timeout:g} s{why}") from None
         if found is None:
             gone = self._reflector.gone(uid)

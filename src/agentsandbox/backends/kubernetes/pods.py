@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import getpass
 import importlib.util
 import itertools
@@ -17,15 +18,22 @@ import attrs
 from agentsandbox.backends.base import Backend, BackendSandbox, Check
 from agentsandbox.backends.kubernetes.api import KubernetesApi
 from agentsandbox.backends.kubernetes.attach import Attacher, first_process
+from agentsandbox.backends.kubernetes.hosts import CREATE_RATE, Hosts
 from agentsandbox.backends.kubernetes.inplace import Changer, same_place
+from agentsandbox.backends.kubernetes.jails import JailSandbox
 from agentsandbox.backends.kubernetes.manifests import DOMAIN, FirstProcess, pod, pod_name, pods_path, selector
+from agentsandbox.backends.kubernetes.network import Fence, NetworkRules
+from agentsandbox.backends.kubernetes.nodes import Nodes
 from agentsandbox.backends.kubernetes.options import PodOptions, check_run_id
 from agentsandbox.backends.kubernetes.placing import Placer
 from agentsandbox.backends.kubernetes.removal import Remover
+from agentsandbox.backends.kubernetes.roles import NETWORK_RULES, ROLE_RULES
 from agentsandbox.backends.kubernetes.sandbox import KubernetesSandbox
 from agentsandbox.backends.kubernetes.sessions import MODES, Sessions
+from agentsandbox.backends.kubernetes.vetting import Vetter
 from agentsandbox.backends.kubernetes.watch import Reflector
 from agentsandbox.errors import ApiUnavailable, ConfigurationError, ProvisionError, SandboxLost, UsageError
+from agentsandbox.models.events import Event
 from agentsandbox.models.sandbox import Capabilities, ExecLevel, SandboxSpec
 
 if TYPE_CHECKING:
@@ -38,6 +46,15 @@ __all__ = ["KubernetesBackend"]
 
 START_LIMIT = 20.0
 """Seconds that a cluster may take to answer for the first time."""
+
+BEYOND_READY = 120.0
+"""Seconds that the rest of making a sandbox may take when nothing is said: to ask for its Pod, and to attach to it."""
+
+LEAST_CONNECTIONS = 1024
+"""Streams that may be open at a time when nothing is said and the pool is small."""
+
+IDLE = 60.0
+"""Seconds after which the strictest of the usual load balancers cuts an idle connection."""
 
 CLEANUP_LIMIT = 60.0
 """Seconds that removing a half-made sandbox, or all of them, may take."""
@@ -55,12 +72,22 @@ class KubernetesBackend(Backend):
         owner: Who pays for it; the user's name if not given.
         exec_mode: How commands reach a sandbox: ``"runner"`` through Python in the image, ``"shell"`` through a POSIX
             shell, ``"direct"`` by one connection a command, ``"auto"`` as good as the image allows.
-        streams: ``"warm"`` keeps a stream to every sandbox open.
-        max_connections: Streams that may be open at a time.
+        streams: ``"warm"`` opens a stream to every sandbox as soon as it is ready; ``"lazy"`` when it is first leased,
+            which costs the first command some tenths of a second, and the cluster nothing for those that nobody takes.
+        max_connections: Streams that may be open at a time; ``None`` is as many as the pool may have sandboxes, and at
+            least 1024.
         ready_timeout: Seconds in which a Pod must be ready, the time to pull its image and to find a node included.
+        create_timeout: Seconds that making a sandbox may take in all, until its runner answers; ``None`` is two minutes
+            more than *ready_timeout*.
+        heartbeat: Seconds of silence after which a sandbox is asked for an answer, and idle timers on the way to it are
+            reset. Load balancers cut what is idle for 60 seconds.
+        heartbeat_timeout: Seconds it has to give one.
         reuse: Whether a used sandbox may become a fresh one by a restart in place, where the server can.
+        network: Where sandboxes may connect to, by a network policy of this run: ``False`` for nowhere, a list such as
+            ``["dns", "10.0.0.0/8:443"]``, or a mapping with ``allow``, ``require`` and ``probe``; see
+            :class:`~agentsandbox.backends.kubernetes.network.NetworkRules`. ``None`` leaves it to the cluster.
         pod: Fields of :class:`~agentsandbox.backends.kubernetes.options.PodOptions`: ``requests``, ``limits``,
-            ``lifetime``, ``run_as_root``, ``runtime_class``, ``node_selector``, …
+            ``stages``, ``lifetime``, ``run_as_root``, ``runtime_class``, ``node_selector``, ``jail``, ``slots``, …
 
     Raises:
         ConfigurationError: If an option is out of range.
@@ -68,8 +95,8 @@ class KubernetesBackend(Backend):
     """
 
     name: ClassVar[str] = "kubernetes"
-    default_create_rate: ClassVar[float | None] = 20.0
-    default_creates_in_flight: ClassVar[int] = 32
+    default_create_rate: float | None = CREATE_RATE
+    default_creates_in_flight: int = 32
 
     def __init__(
         self,
@@ -81,24 +108,45 @@ class KubernetesBackend(Backend):
         owner: str | None = None,
         exec_mode: str = "auto",
         streams: str = "warm",
-        max_connections: int = 1024,
+        max_connections: int | None = None,
         ready_timeout: float = 300.0,
+        create_timeout: float | None = None,
+        heartbeat: float = 15.0,
+        heartbeat_timeout: float = 30.0,
         reuse: bool = True,
+        network: Any = None,
         **pod: Any,
     ) -> None:
         if exec_mode not in MODES:
             raise ConfigurationError(f"exec_mode is one of {', '.join(MODES)}, not {exec_mode!r}")
-        if streams != "warm":
-            raise ConfigurationError(f'streams is "warm" in this version, not {streams!r}')
+        if streams not in ("warm", "lazy"):
+            raise ConfigurationError(f'streams is "warm" or "lazy", not {streams!r}')
         unknown = set(pod) - {field.name for field in attrs.fields(PodOptions)}
         if unknown:
             raise ConfigurationError(f"backend 'kubernetes' has no option {', '.join(sorted(unknown))}")
-        if not ready_timeout > 0:
-            raise ConfigurationError(f"ready_timeout must be above 0 seconds, not {ready_timeout!r}")
-        if isinstance(max_connections, bool) or not isinstance(max_connections, int) or max_connections < 1:
+        create_timeout = ready_timeout + BEYOND_READY if create_timeout is None else create_timeout
+        for what, seconds in (
+            ("ready_timeout", ready_timeout),
+            ("create_timeout", create_timeout),
+            ("heartbeat", heartbeat),
+            ("heartbeat_timeout", heartbeat_timeout),
+        ):
+            if not seconds > 0:
+                raise ConfigurationError(f"{what} must be above 0 seconds, not {seconds!r}")
+        if heartbeat >= IDLE:
+            raise ConfigurationError(
+                f"heartbeat must be below {IDLE:g} seconds, not {heartbeat!r}: idle streams are cut"
+            )
+        if max_connections is not None and (type(max_connections) is not int or max_connections < 1):
             raise ConfigurationError(f"max_connections must be a whole number of at least 1, not {max_connections!r}")
         self.options = PodOptions(**pod)
         """How its Pods are made."""
+        self._lazy = streams == "lazy"
+        if self._lazy and self.options.jail is not None:
+            raise ConfigurationError('streams="lazy" is for Pods of one sandbox: jails are made through the stream')
+        if self.options.jail is not None:
+            self.default_create_rate = None  # a jail asks nothing of the API server, and Pods have their own rate
+            self.default_creates_in_flight *= self.options.slots
         self.run_id = secrets.token_hex(6) if run_id is None else run_id
         """What marks everything of this run."""
         check_run_id(self.run_id)
@@ -106,20 +154,39 @@ class KubernetesBackend(Backend):
         """Who pays for it."""
         self.observers: list[Callable[[Change], None]] = []
         """Told of every change of a Pod of the run. They must be quick and must not raise."""
+        self.network = NetworkRules.of(network)
+        """Where its sandboxes may connect to; ``None`` leaves it to the cluster."""
+        self._fence: Fence | None = None
         self._where = {"context": context, "namespace": namespace, "kubeconfig": kubeconfig}
         self._max_connections = max_connections
+        self._expected = 0
         self._exec_mode = exec_mode
         self._ready_timeout = ready_timeout
+        self._create_timeout = create_timeout
+        self.default_create_timeout = create_timeout + CLEANUP_LIMIT  # what the cluster says comes first
+        self._beats = {"heartbeat": heartbeat, "heartbeat_timeout": heartbeat_timeout}
         self._reuse = reuse
         self._numbers = itertools.count(1)
         self._sandboxes: dict[str, KubernetesSandbox] = {}
         self._group: TaskGroup | None = None
         self._rule = False
-        self._born: dict[str, float] = {}
 
     def __repr__(self) -> str:
         state = "running" if self._group is not None else "stopped"
         return f"<KubernetesBackend [run {self.run_id}, {state}, {len(self._sandboxes)} Pods]>"
+
+    def expect(self, sandboxes: int) -> None:
+        """Hear how many sandboxes there may be: each takes a connection."""
+        self._expected = sandboxes
+
+    @property
+    def _connections(self) -> int:
+        return max(LEAST_CONNECTIONS, self._expected) if self._max_connections is None else self._max_connections
+
+    @property
+    def guaranteed_life(self) -> float | None:
+        """Seconds that a Pod has left at least when it is leased; see the option ``stages``."""
+        return self.options.needed
 
     async def validate(self, specs: Iterable[SandboxSpec]) -> None:
         """
@@ -144,7 +211,9 @@ class KubernetesBackend(Backend):
         """Ask the cluster about everything that is needed; no Pod is made."""
         from agentsandbox.backends.kubernetes.preflight import examine_at
 
-        return await examine_at(self._where, self.manifest(SandboxSpec(image="python:3.12-alpine"), rule=True))
+        rules = ROLE_RULES if self.network is None else (*ROLE_RULES, *NETWORK_RULES)
+        manifest = self.manifest(SandboxSpec(image="python:3.12-alpine"), rule=True)
+        return await examine_at(self._where, manifest, rules=rules)
 
     def manifest(self, spec: SandboxSpec, *, rule: bool = False) -> dict[str, Any]:
         """
@@ -181,7 +250,7 @@ class KubernetesBackend(Backend):
         if self._group is not None:
             raise UsageError("this backend is running already")
         raised: BaseException | None = None
-        api = self._api = await KubernetesApi.connect(**self._where, max_connections=self._max_connections)
+        api = self._api = await KubernetesApi.connect(**self._where, max_connections=self._connections)
         try:
             async with anyio.create_task_group() as group:
                 try:
@@ -207,19 +276,26 @@ class KubernetesBackend(Backend):
         for observer in self.observers:
             self._reflector.subscribe(observer)
         self._placer = Placer(api, self._reflector)
-        self._remover = Remover(api, self._reflector, self.run_id)
-        self._attacher = Attacher(api)
-        self._sessions = Sessions(api, self._reflector, self._attacher, mode=self._exec_mode)
+        self._remover = Remover(api, self._reflector, self.run_id, tell=self._resists)
+        self._attacher = Attacher(api, jails=self.options.jail is not None)
+        make = functools.partial(self._make, jails=True)
+        self._hosts = Hosts(self.options, group, make=make, remove=self.destroy, sink=lambda: self.sink)
+        self._sessions = Sessions(api, self._reflector, self._attacher, mode=self._exec_mode, **self._beats)
+        self._nodes = Nodes(api)
+        self._vetter = Vetter(self._reflector, self._nodes, self.options)
         self._changer = Changer(api, self._reflector, self._placer, timeout=self._ready_timeout)
+        self._fence = None if self.network is None else Fence(api, self.network, self.run_id, self.owner)
         with anyio.move_on_after(START_LIMIT):
             await group.start(self._reflector.run)
+            group.start_soon(self._nodes.run)
+            group.start_soon(self._sessions.pulse.run)
             self._group = group
         if self._group is None:
             raise self._reflector.failure or ApiUnavailable(f"{api.host} does not answer")
 
-    async def create(self, spec: SandboxSpec, name: str) -> KubernetesSandbox:
+    async def create(self, spec: SandboxSpec, name: str) -> KubernetesSandbox | JailSandbox:
         """
-        Make a Pod and open a session to its runner.
+        Make a Pod and open a session to its runner, or a jail in a Pod that has room for it.
 
         Raises:
             ProvisionError: If it could not be made, in the cluster's own words.
@@ -227,28 +303,54 @@ class KubernetesBackend(Backend):
 
         """
         self._require()
+        if self._fence is not None:
+            await self._fenced(self._fence, spec)
+        if self.options.jail is not None and (jailed := await self._hosts.create(spec, name)) is not None:
+            return jailed
+        sandbox = await self._make(spec, name)
+        self._hosts.tell(sandbox)
+        return sandbox
+
+    async def _make(self, spec: SandboxSpec, name: str, *, jails: bool = False) -> KubernetesSandbox:
         while True:
             try:
-                return await self._create(spec, name)
+                return await self._create(spec, name, jails=jails)
             except ProvisionError as error:
                 if not self._sessions.step_down(spec.image, error):
                     raise
 
-    async def _create(self, spec: SandboxSpec, name: str) -> KubernetesSandbox:
+    async def _fenced(self, fence: Fence, spec: SandboxSpec) -> None:
+        """Have the network policy before anything runs that it is for."""
+        if await fence.up(functools.partial(self._create, spec), self.destroy):
+            data = {"verdict": str(fence.verdict), "detail": fence.detail, "allow": list(fence.rules.allow)}
+            self.sink(Event(name="network.fenced", at=anyio.current_time(), data=data))
+
+    async def _create(self, spec: SandboxSpec, name: str, *, jails: bool = False) -> KubernetesSandbox:
         nonce = secrets.token_hex(16)
         sandbox = KubernetesSandbox(spec, name, pod_name(self.run_id, next(self._numbers)), nonce, lambda: self.sink)
         first = self._sessions.first_process(spec.image)
-        manifest = self._manifest(spec, sandbox.pod, name, nonce, rule=True, first=first)
+        manifest = self._manifest(spec, sandbox.pod, name, nonce, rule=True, first=first, jails=jails)
         mark = manifest["metadata"]["annotations"][f"{DOMAIN}/nonce"]
         self._sandboxes[sandbox.pod] = sandbox
+        doing = "the API server"
         try:
-            self._rule = await self._placer.knows_rule(manifest)
-            if not self._rule:
-                manifest = self._manifest(spec, sandbox.pod, name, nonce, rule=False, first=first, mark=mark)
-            sandbox.uid = await self._placer.post(manifest)
-            self._born[sandbox.uid] = anyio.current_time()
-            state = await self._placer.ready(sandbox.pod, sandbox.uid, timeout=self._ready_timeout)
-            await self._open(sandbox, state)
+            with anyio.move_on_after(self._create_timeout) as limit:
+                self._rule = await self._placer.knows_rule(manifest)
+                if not self._rule:
+                    manifest = self._manifest(
+                        spec, sandbox.pod, name, nonce, rule=False, first=first, mark=mark, jails=jails
+                    )
+                sandbox.uid = await self._placer.post(manifest)
+                sandbox.born = anyio.current_time()
+                doing = "the Pod to be ready"
+                state = await self._placer.ready(sandbox.pod, sandbox.uid, timeout=self._ready_timeout)
+                doing = "an answer from the Pod"
+                await self._arrive(sandbox, state)
+            if limit.cancelled_caught:
+                raise ProvisionError(
+                    f"Pod {sandbox.pod} was given up after {self._create_timeout:g} s (create_timeout): "
+                    f"it still waited for {doing}"
+                )
         except BaseException:
             with anyio.move_on_after(CLEANUP_LIMIT, shield=True):
                 await self._discard(sandbox, mark)
@@ -263,6 +365,9 @@ class KubernetesBackend(Backend):
             InfrastructureError: If it is still there after a while.
 
         """
+        if isinstance(sandbox, JailSandbox):
+            await self._hosts.destroy(sandbox)
+            return
         if not isinstance(sandbox, KubernetesSandbox):
             raise UsageError(f"{sandbox!r} is not of this backend")
         sandbox.unwanted = True
@@ -276,9 +381,10 @@ class KubernetesBackend(Backend):
             return False
         if not all(mount.get("readOnly") for mount in self.options.volume_mounts):
             return False  # what an episode wrote there would outlive its container
-        age = anyio.current_time() - self._born.get(sandbox.uid, -float("inf"))
+        if not sandbox.opened or self._vetter.doomed(sandbox) is not None:
+            return False
         runner = sandbox.capabilities.exec_level is ExecLevel.RUNNER  # others cannot show what a container left behind
-        return runner and sandbox.loss is None and sandbox.session.alive and age < self.options.lifetime / 2
+        return runner and sandbox.loss is None and sandbox.session.alive
 
     async def recycle(self, sandbox: BackendSandbox, spec: SandboxSpec, name: str) -> KubernetesSandbox:
         """
@@ -291,9 +397,21 @@ class KubernetesBackend(Backend):
         """
         if not isinstance(sandbox, KubernetesSandbox) or self._sandboxes.get(sandbox.pod) is not sandbox:
             raise UsageError(f"{sandbox!r} is not of this backend")
+        if not self._changer.backs_off(sandbox, spec.image):
+            return await self._recycle(sandbox, spec, name)
+        between = await self._recycle(sandbox, sandbox.spec, name)
+        try:
+            return await self._recycle(between, spec, name)
+        except BaseException:
+            self._sandboxes[sandbox.pod] = sandbox  # who asked knows no other one, and has to remove it
+            with anyio.move_on_after(CLEANUP_LIMIT, shield=True):
+                await between.abandon()
+            raise
+
+    async def _recycle(self, sandbox: KubernetesSandbox, spec: SandboxSpec, name: str) -> KubernetesSandbox:
         state = await self._changer.renew(sandbox, spec.image)
         fresh = KubernetesSandbox(spec, name, sandbox.pod, sandbox.nonce, lambda: self.sink)
-        fresh.uid = sandbox.uid
+        fresh.uid, fresh.born = sandbox.uid, sandbox.born
         before = sandbox.session.facts.get("place")
         try:
             await self._open(fresh, state)
@@ -328,12 +446,14 @@ class KubernetesBackend(Backend):
         rule: bool,
         first: FirstProcess = FirstProcess.RUNNER,
         mark: str | None = None,
+        jails: bool = True,
     ) -> dict[str, Any]:
         program, arguments = first_process(nonce)
         manifest = pod(
             name,
             spec.image,
-            options=self.options,
+            # Without a jail around it, an episode must not have what it takes to make one.
+            options=self.options if jails else attrs.evolve(self.options, jail=None, slots=1),
             run_id=self.run_id,
             owner=self.owner,
             nonce=secrets.token_hex(8) if mark is None else mark,
@@ -345,8 +465,20 @@ class KubernetesBackend(Backend):
         manifest["metadata"]["annotations"][f"{DOMAIN}/sandbox"] = sandbox
         return manifest
 
+    async def _arrive(self, sandbox: KubernetesSandbox, state: PodState) -> None:
+        """Open a session to a Pod that is ready, or leave that for when somebody takes it."""
+        if not self._lazy or (self._fence is not None and self._fence.verdict is None):  # else the fence is being tried
+            await self._open(sandbox, state)
+            return
+        sandbox.vetter = self._vetter
+        sandbox.guard(self._reflector, state)
+        sandbox.still_there()
+        sandbox.capabilities = self._capabilities(state, {"level": self._sessions.level(sandbox.spec.image)})
+        sandbox.leave_closed(functools.partial(self._open, sandbox, state))
+
     async def _open(self, sandbox: KubernetesSandbox, state: PodState) -> None:
         group = self._require()
+        sandbox.vetter = self._vetter
         sandbox.guard(self._reflector, state)
         sandbox.still_there()
         sandbox.session = await self._sessions.make(sandbox)
@@ -371,7 +503,7 @@ class KubernetesBackend(Backend):
             exec_level=ExecLevel(facts.get("level", ExecLevel.RUNNER)),
             isolation=f"a Pod of runtime class {runtime}" if runtime else "a Pod",
             users=bool(facts.get("users")),
-            network=True,
+            network=self._fence is None or self._fence.reaches,
             rungs=("restart", "replace") if self._rule and self._reuse and "place" in facts else ("replace",),
             python=facts.get("python"),
             facts={
@@ -380,6 +512,7 @@ class KubernetesBackend(Backend):
                 "image_id": state.image_id or "",
                 "protocol": self._api.protocol or "",
                 "root": "yes" if facts.get("uid") == 0 else "no",
+                **({} if self._fence is None else {"network_policy": self._fence.text}),
             },
         )
 
@@ -387,12 +520,17 @@ class KubernetesBackend(Backend):
         await sandbox.abandon()
         if sandbox.uid:
             await self._remover.remove(sandbox.pod, sandbox.uid)
-            self._born.pop(sandbox.uid, None)
         elif mark:
             await self._remover.remove_unknown(sandbox.pod, mark)
         self._sandboxes.pop(sandbox.pod, None)
 
+    def _resists(self, pod: str, uid: str) -> None:
+        if (sandbox := self._sandboxes.get(pod)) is not None and sandbox.uid == uid:
+            data = {"error": f"Pod {pod} goes on terminating", "pod": pod, "node": sandbox.node}
+            self.sink(Event(name="sandbox.stuck", at=anyio.current_time(), sandbox=sandbox.name, data=data))
+
     async def _remove_all(self) -> None:
+        self._hosts.close()
         for sandbox in self._sandboxes.values():
             sandbox.unwanted = True
             sandbox.unguard()
@@ -402,6 +540,8 @@ class KubernetesBackend(Backend):
             for sandbox in self._sandboxes.values():
                 await sandbox.abandon()
             self._sandboxes.clear()
+            if self._fence is not None:
+                await self._fence.down()
 
 
 def _user() -> str:

@@ -39,14 +39,14 @@ LEAST_VERSION = (1, 30)
 _ENFORCE = "pod-security.kubernetes.io/enforce"
 
 
-async def examine_at(where: Mapping[str, Any], manifest: Json) -> list[Check]:
+async def examine_at(where: Mapping[str, Any], manifest: Json, *, rules: Sequence[Rule] = ROLE_RULES) -> list[Check]:
     """Connect and :func:`examine`; that one cannot even connect is an answer, too."""
     try:
         api = await KubernetesApi.connect(**where, max_connections=8)
     except ConfigurationError as error:
         return [unreachable(error)]
     try:
-        return await examine(api, manifest)
+        return await examine(api, manifest, rules=rules)
     finally:
         await api.aclose()
 

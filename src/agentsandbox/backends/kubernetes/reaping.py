@@ -33,6 +33,49 @@ IN_CLUSTER = "in-cluster"
 
 
 @attrs.frozen(kw_only=True)
+class _Collection:
+    """One kind of objects that runs make."""
+
+    kind: str
+    root: str
+    plural: str
+    prefixes: tuple[str, ...]
+    propagation: str = "Background"
+
+    def path(self, namespace: str) -> str:
+        return f"{self.root}/namespaces/{namespace}/{self.plural}"
+
+
+_EXTENSIONS = "/apis/extensions.agents.x-k8s.io/v1beta1"
+
+_COLLECTIONS = (
+    # What makes Pods anew goes before Pods, and takes them along.
+    _Collection(kind="Job", root="/apis/batch/v1", plural="jobs", prefixes=("rollout-{}",), propagation="Foreground"),
+    _Collection(
+        kind="SandboxClaim",
+        root=_EXTENSIONS,
+        plural="sandboxclaims",
+        prefixes=("asb-{}-",),
+        propagation="Foreground",
+    ),
+    _Collection(
+        kind="SandboxWarmPool",
+        root=_EXTENSIONS,
+        plural="sandboxwarmpools",
+        prefixes=("asb-{}-",),
+        propagation="Foreground",
+    ),
+    _Collection(kind="SandboxTemplate", root=_EXTENSIONS, plural="sandboxtemplates", prefixes=("asb-{}-",)),
+    _Collection(kind="Pod", root="/api/v1", plural="pods", prefixes=("asb-{}-", "rollout-{}-")),
+    _Collection(kind="ConfigMap", root="/api/v1", plural="configmaps", prefixes=("episode-{}",)),
+    _Collection(
+        kind="NetworkPolicy", root="/apis/networking.k8s.io/v1", plural="networkpolicies", prefixes=("asb-{}",)
+    ),
+)
+"""In the order in which they are removed."""
+
+
+@attrs.frozen(kw_only=True)
 class Claim:
     """What a run says is its own."""
 
@@ -126,31 +169,30 @@ async def remove(api: KubernetesApi, namespace: str, claim: Claim) -> list[str]:
         except NotFound:
             return []
         _verify_namespace(home, claim)
-    marked = selector(claim.run_id)
-    pods = await owned.list_all(api, pods_path(namespace), selector=marked)
-    jobs = await _if_allowed(api, owned.jobs_path(namespace), marked)
-    maps = await _if_allowed(api, owned.config_maps_path(namespace), marked)
-    for pod in pods:
-        _verify(pod, "Pod", (f"asb-{claim.run_id}-", f"rollout-{claim.run_id}-"), claim)
-    for job in jobs:
-        _verify(job, "Job", (f"rollout-{claim.run_id}",), claim)
-    for config_map in maps:
-        _verify(config_map, "ConfigMap", (f"episode-{claim.run_id}",), claim)
-    # A Job first, or it would make its Pods anew.
-    removed = await _delete_all(api, "Job", owned.jobs_path(namespace), jobs, propagation="Foreground")
-    removed += await _delete_all(api, "Pod", pods_path(namespace), pods)
-    removed += await _delete_all(api, "ConfigMap", owned.config_maps_path(namespace), maps)
+    found: list[tuple[_Collection, list[Json]]] = []
+    for kind in _COLLECTIONS:
+        objects = await _listed(api, kind, namespace, claim)
+        for object_ in objects:
+            _verify(object_, kind.kind, tuple(prefix.format(claim.run_id) for prefix in kind.prefixes), claim)
+        found.append((kind, objects))
+    removed: list[str] = []
+    for kind, objects in found:
+        removed += await _delete_all(api, kind.kind, kind.path(namespace), objects, propagation=kind.propagation)
     if home is not None:
         removed += await _delete_namespace(api, home)
     return removed
 
 
-async def _if_allowed(api: KubernetesApi, path: str, marked: str) -> list[Json]:
-    """List a collection; who may not even look at it has made nothing there."""
+async def _listed(api: KubernetesApi, kind: _Collection, namespace: str, claim: Claim) -> list[Json]:
+    """List a run's objects of a kind; who may not even look at it, or has no such kind, has made nothing there."""
     try:
-        return await owned.list_all(api, path, selector=marked)
+        return await owned.list_all(api, kind.path(namespace), selector=selector(claim.run_id))
     except PermissionDenied:
-        return []
+        if kind.kind == "Pod":
+            raise
+    except NotFound:
+        pass
+    return []
 
 
 def _verify_namespace(home: Json, claim: Claim) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from email.utils import parsedate_to_datetime
 from typing import Any
 
@@ -17,11 +17,12 @@ from agentsandbox.errors import (
     InvalidObject,
     NotFound,
     PermissionDenied,
+    ProtocolError,
     QuotaExceeded,
     Throttled,
 )
 
-__all__ = ["connection_errors", "error_of", "retry_after", "status_of", "unavailable"]
+__all__ = ["connection_errors", "error_of", "handshake_error", "retry_after", "status_of", "unavailable"]
 
 _TEXT_LIMIT = 256
 
@@ -82,6 +83,27 @@ def error_of(
     if 400 <= status < 500 and status != 408:
         return InvalidObject(message, status=status, reason=reason)
     return ApiUnavailable(message, retry_after=wait, ambiguous=write, status=status, reason=reason)
+
+
+def handshake_error(
+    status: int, body: bytes | str, headers: Mapping[str, str], *, protocols: Sequence[str]
+) -> InfrastructureError:
+    """
+    Turn the refusal of a websocket handshake into the error to raise: nothing was started.
+
+    Args:
+        status: The HTTP status.
+        body: What the server said.
+        headers: Of the answer.
+        protocols: What was offered.
+
+    """
+    if status < 300:
+        return ProtocolError(f"websocket handshake: HTTP status {status}")
+    if status == 403 and not body.strip():
+        # Seen when no protocol is shared; whoever lacks a permission is told so in words.
+        return InvalidObject(f"the server speaks none of {', '.join(protocols)}", status=403)
+    return error_of(status, body, headers)
 
 
 def status_of(body: bytes | str | Mapping[str, Any]) -> Mapping[str, Any]:

@@ -14,6 +14,8 @@ from agentsandbox.backends.kubernetes.watch import backoff
 from agentsandbox.errors import ApiUnavailable, Conflict, InfrastructureError, NotFound, PermissionDenied, Throttled
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from agentsandbox.backends.kubernetes.api import KubernetesApi
     from agentsandbox.backends.kubernetes.watch import Reflector
 
@@ -37,13 +39,22 @@ class Remover:
         api: The API server.
         reflector: The watch of the run's Pods.
         run_id: Of the run.
+        tell: Called with name and UID of a Pod that does not go after the first order.
 
     """
 
-    def __init__(self, api: KubernetesApi, reflector: Reflector, run_id: str) -> None:
+    def __init__(
+        self,
+        api: KubernetesApi,
+        reflector: Reflector,
+        run_id: str,
+        *,
+        tell: Callable[[str, str], None] = lambda _name, _uid: None,
+    ) -> None:
         self._api = api
         self._reflector = reflector
         self._run_id = run_id
+        self._tell = tell
         self._path = pods_path(api.namespace)
         self.stuck: dict[str, str] = {}
         """Pods that go on terminating, by UID."""
@@ -68,7 +79,9 @@ class Remover:
                     break
             else:
                 break
-            self.stuck[uid] = pod
+            if uid not in self.stuck:
+                self.stuck[uid] = pod
+                self._tell(pod, uid)
         else:
             raise InfrastructureError(f"Pod {pod} is still there {sum(PATIENCE):g} s after its deletion")
         self.stuck.pop(uid, None)

@@ -8,7 +8,7 @@ from typing import Any
 
 import attrs
 
-__all__ = ["CLUSTER_RULES", "JOB_RULES", "ROLE_RULES", "Rule", "pairs", "role"]
+__all__ = ["CLUSTER_RULES", "JOB_RULES", "NETWORK_RULES", "ROLE_RULES", "Rule", "pairs", "role"]
 
 
 @attrs.frozen(kw_only=True)
@@ -41,6 +41,16 @@ ROLE_RULES: tuple[Rule, ...] = (
 )
 """In the namespace of the sandboxes, for everything but ``job``."""
 
+NETWORK_RULES: tuple[Rule, ...] = (
+    Rule(
+        resource="networkpolicies",
+        group="networking.k8s.io",
+        verbs=("create", "delete", "get", "list"),
+        why="where sandboxes may connect to",
+    ),
+)
+"""In the namespace as well, for the option ``network``."""
+
 JOB_RULES: tuple[Rule, ...] = (
     Rule(resource="jobs", group="batch", verbs=("create", "delete", "get", "list"), why="the batch is one Job"),
     Rule(resource="configmaps", verbs=("create", "delete", "get", "list"), why="it carries the episode's script"),
@@ -59,7 +69,12 @@ CLUSTER_RULES: tuple[Rule, ...] = (
         required=False,
         why="says beforehand whether there is such a runtime class",
     ),
-    Rule(resource="nodes", verbs=("list",), required=False, why="facts about the nodes in reports"),
+    Rule(
+        resource="nodes",
+        verbs=("list", "watch"),
+        required=False,
+        why="no sandbox is leased on a node that is cordoned or not ready; facts about the nodes in reports",
+    ),
 )
 """In the whole cluster. Not needed in a namespace that is there already."""
 

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any
 
 import anyio
@@ -15,10 +15,14 @@ from agentsandbox.errors import ProvisionError, SandboxLost
 from agentsandbox.models.events import Event, EventSink
 
 if TYPE_CHECKING:
+    from agentsandbox.backends.kubernetes.vetting import Vetter
     from agentsandbox.backends.kubernetes.watch import Reflector
     from agentsandbox.models.sandbox import Identity, SandboxSpec
 
 __all__ = ["KubernetesSandbox"]
+
+CLOSE = 5.0
+"""Seconds that closing a session may take that did not come about."""
 
 
 class KubernetesSandbox(BackendSandbox):
@@ -54,6 +58,17 @@ class KubernetesSandbox(BackendSandbox):
         """Its Pod when it was last found ready."""
         self.ready_at = 0.0
         """When that was, in seconds on the driver's monotonic clock."""
+        self.born = 0.0
+        """When its Pod was made, likewise."""
+        self.proved_at = 0.0
+        """When it last gave an answer that was asked for, likewise."""
+        self.vetter: Vetter | None = None
+        """Who takes a last look at it before it is leased."""
+        self.shared = False
+        """Whether it is no sandbox itself, but a place for several, which tell of their losses."""
+        self.on_lost: Callable[[SandboxLost], None] = lambda _error: None
+        """Called once when it is lost: what its Pod serves besides is lost with it."""
+        self._reach: Callable[[], Awaitable[None]] | None = None
         self._sink = sink
         self._unsubscribe: Callable[[], None] = lambda: None
 
@@ -72,8 +87,50 @@ class KubernetesSandbox(BackendSandbox):
         """
         if self.loss is not None:
             raise _again(self.loss)
-        if not self.session.alive:
+        if not self.dormant and not self.session.alive:
             raise _again(self.session.lost or SandboxLost("died", "its session was closed"))
+
+    async def vet(self) -> None:
+        """
+        Make sure that it is worth leasing: ready, on a node that takes work, with enough of its life left, and alive.
+
+        Raises:
+            SandboxLost: If it is not.
+
+        """
+        await self.check()
+        if self.vetter is not None:
+            await self.vetter.vet(self)
+            await self.check()
+
+    def leave_closed(self, reach: Callable[[], Awaitable[None]]) -> None:
+        """Have no session until :meth:`open`, which then uses *reach* to get one."""
+        self._reach = reach
+
+    @property
+    def dormant(self) -> bool:
+        """Whether it has no session until somebody takes it."""
+        return self._reach is not None
+
+    async def open(self) -> None:
+        """
+        Get the session that it was left without.
+
+        Raises:
+            InfrastructureError: If there is no way to the Pod. Nobody has used it; it may be tried again.
+
+        """
+        if self._reach is None:
+            return
+        try:
+            await self._reach()
+        except BaseException:
+            if self.opened:
+                with anyio.move_on_after(CLOSE, shield=True):
+                    await self.session.aclose()
+                del self.session
+            raise
+        self._reach = None
 
     @property
     def opened(self) -> bool:
@@ -84,7 +141,7 @@ class KubernetesSandbox(BackendSandbox):
         """Take an identity, and from now on compare everything that is told about the Pod with it."""
         self.unguard()
         self.state, self.identity, self.node = state, state.identity, state.node
-        self.ready_at = anyio.current_time()
+        self.ready_at = self.proved_at = anyio.current_time()
         self.loss = None
         self._unsubscribe = reflector.subscribe(self._changed, uid=self.uid)
         self.compare(reflector.get(self.uid), reflector.gone(self.uid))
@@ -118,8 +175,10 @@ class KubernetesSandbox(BackendSandbox):
         if self.unwanted or self.loss is not None:
             return
         self.loss = error
+        self.on_lost(error)
         if self.opened:
             self.session.lose(error)
+        if (self.opened or self.dormant) and not self.shared:
             data = {"reason": error.reason, "detail": error.detail, "pod": self.pod, "node": self.node}
             self._sink()(Event(name="sandbox.lost", at=anyio.current_time(), sandbox=self.name, data=data))
 

@@ -99,7 +99,7 @@ class LocalBackend(Backend):
     """
 
     name: ClassVar[str] = "local"
-    default_creates_in_flight: ClassVar[int] = 2 * (os.cpu_count() or 1)
+    default_creates_in_flight: int = 2 * (os.cpu_count() or 1)
 
     def __init__(
         self,
@@ -229,6 +229,15 @@ class LocalBackend(Backend):
         """
         await self.validate([spec])
         parent = await self._parent(spec.image)
+        try:
+            return await self._make(spec, name, parent)
+        except ProvisionError:
+            if parent.alive:
+                raise
+        # It was killed, and all that it was making with it: that is one failure, and not one of each sandbox.
+        return await self._make(spec, name, await self._parent(spec.image))
+
+    async def _make(self, spec: SandboxSpec, name: str, parent: Parent) -> LocalSandbox:
         image = self._images[spec.image]
         nonce = secrets.token_hex(16)
         ours, theirs = socket.socketpair()
@@ -290,7 +299,8 @@ class LocalBackend(Backend):
             await child.settled.wait()
         if scope.cancelled_caught:
             raise ProvisionError(f"sandbox {sandbox.name} is not there after {SPAWN_LIMIT:g} s")
-        assert child.namespaces is not None
+        if child.namespaces is None:  # its runner answered, and was killed before anything else was told of it
+            await self._explain(sandbox, SandboxLost("died", child.end or ""))
         instance = "/".join([child.id, *(f"{name}:{inode}" for name, inode in sorted(child.namespaces.items()))])
         sandbox.identity = Identity(uid=f"{self._run_id}/{sandbox.parent.pid}", instance=instance)
         sandbox.capabilities = self._capabilities(sandbox)

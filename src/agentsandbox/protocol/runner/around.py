@@ -10,6 +10,7 @@ import stat
 from typing import Any, Callable, Collection, Dict, Iterable, List, Mapping, Optional, Set, Tuple
 
 from .scan import O_DIRECTORY, O_FILE, Scanner, attributes, get_flags, join, sha256, stamp, walk
+from .sealing import ancestors
 
 
 class Around:
@@ -26,12 +27,8 @@ class Around:
     def __init__(self, scope: Collection[str], excluded: Collection[str], uppers: Mapping[str, int]) -> None:
         self._scope = frozenset(scope)
         self._excluded = frozenset(excluded)
-        self._above = {"/"}
-        for path in scope:
-            above = path
-            while above != "/":
-                above = os.path.dirname(above)
-                self._above.add(above)
+        self._above = ancestors(scope) | {"/"}
+        self._holding = ancestors(excluded)
         self._uppers = {place: fd for place, fd in uppers.items() if place not in self._above}
         self._found: Dict[str, bytes] = {}
         self._weak: Set[str] = set()
@@ -87,7 +84,8 @@ class Around:
                 facts.append((name, mode, status.st_uid, status.st_gid))
                 if place in self._scope or place in self._excluded:
                     continue
-                if place not in self._uppers:
+                untouched = place not in self._above and place not in self._holding and scanner.sealed(place, status)
+                if place not in self._uppers and not untouched:
                     below.append(name)
                 if place not in self._above and place not in scanner.mounts:
                     facts.append((status.st_ctime_ns, status.st_mtime_ns))

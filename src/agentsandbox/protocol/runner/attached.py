@@ -10,9 +10,10 @@ long as they are used. The program itself arrived that way, on the first stream:
 from __future__ import annotations
 
 import fcntl
+import gc
 import os
 import sys
-from typing import Any, Dict, Mapping
+from typing import Any, Callable, Dict, Mapping, Optional
 
 from . import place
 from .loop import serve
@@ -30,9 +31,17 @@ def main(config: Mapping[str, Any]) -> None:
     its listening socket and of the connection to that stream's relay.
 
     Args:
-        config: ``nonce``; ``env`` on top of the container's; ``workdir``, relative to the container's; ``user``.
+        config: ``nonce``; ``env`` on top of the container's; ``workdir``, relative to the container's; ``user``;
+            ``jails``: whether it is to make jails, and nothing else.
 
     """
+    jails: Optional[Callable[[Mapping[str, Any], int], int]] = None
+    if config.get("jails"):
+        from .jailer import run
+
+        jails = run
+        gc.collect()
+        gc.freeze()  # what is loaded now stays shared with every jail
     listener, relay = (int(word) for word in sys.argv[1:3])
     stream = Stream(fcntl.fcntl(0, fcntl.F_DUPFD_CLOEXEC, 3), fcntl.fcntl(1, fcntl.F_DUPFD_CLOEXEC, 3), relay)
     null = os.open(os.devnull, os.O_RDWR)
@@ -48,6 +57,7 @@ def main(config: Mapping[str, Any]) -> None:
             accept=listener,
             handed=True,
             facts={"place": place.clean()},
+            jails=jails,
         )
     )
 

@@ -25,6 +25,13 @@ DRAIN_TOTAL = 0.25
 """… and take so long in all, before its background children are left behind."""
 
 
+SMALL = 2048
+"""Output of fewer bytes at a time, …"""
+
+REST = 0.004
+"""… is not read on for so long, in seconds: lines that are written one by one come together then."""
+
+
 class Command:
     """
     A command that was started.
@@ -74,6 +81,7 @@ class Command:
         self._drain: Optional[Timer] = None
         self._drain_end = 0.0
         self._kill: Optional[TreeKill] = None
+        self._rest: Optional[Timer] = None
         self._timers: List[Timer] = []
         if request.timeout is not None:
             self._timers.append(runner.timers.after(request.timeout, self._total_timeout))
@@ -101,6 +109,21 @@ class Command:
                 if output.fd >= 0:
                     self._poll(output)
         self.credit += amount
+
+    def feed(self, data: bytes) -> None:
+        """Pass on standard input; what it is answered is not kept waiting."""
+        self.stdin.feed(data)
+        self._wake()
+
+    def _wake(self) -> None:
+        """Read on after a rest."""
+        if self._rest is not None:
+            self._rest.cancel()
+            self._rest = None
+            if self.credit:
+                for output in self.outputs:
+                    if output.fd >= 0:
+                        self._poll(output)
 
     def _poll(self, output: Output) -> None:
         if not output.polled:
@@ -139,6 +162,9 @@ class Command:
                 enlarge(output.fd)
             if not self.credit:
                 self._pause()
+            elif size < SMALL and self.ended is None:
+                self._pause()
+                self._rest = self.runner.timers.after(REST, self._wake)
         if self.ended is not None:
             self._settle()
 
@@ -159,6 +185,7 @@ class Command:
         self._usage = usage
         for timer in self._timers:
             timer.cancel()
+        self._wake()
         events = self._close_ended()
         for output in self.outputs:
             if output.fd >= 0 and output.fd in events:
@@ -217,6 +244,8 @@ class Command:
         left = self.runner.family.left_by(self)
         usage = self._usage
         report = self._read_report()
+        if report is None and self.runner.witness is not None:
+            report = {"place": self.runner.witness()}
         assert self.ended is not None
         self.runner.finished(
             self,

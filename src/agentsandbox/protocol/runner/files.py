@@ -118,7 +118,9 @@ def write(path: bytes, args: Dict[str, Any]) -> Report:
         os.makedirs(directory, exist_ok=True)
     temporary = os.path.join(directory, b".%s.%s.new" % (name[:200], os.urandom(8).hex().encode()))
     try:
-        fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        # What is to have a mode of its own may be secret: nobody else reads it before it has that.
+        first = 0o666 if args.get("mode") is None else 0o600
+        fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, first)
     except OSError as error:
         error.filename = path
         raise

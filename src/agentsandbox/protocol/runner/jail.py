@@ -140,6 +140,16 @@ def pivot_root(new: bytes, old: bytes) -> None:
     _check(libc.syscall(_PIVOT_ROOT.get(os.uname().machine, -1), new, old), "pivot_root")
 
 
+def unmount(path: bytes) -> None:
+    """Take a mount out of this namespace, also one that is in use."""
+    _check(libc.umount2(path, MNT_DETACH), "unmount %s" % os.fsdecode(path))
+
+
+def leave_keys() -> None:
+    """Have a session keyring of one's own: keys of the driver's are the driver's. Refused where the kernel has none."""
+    libc.syscall(_KEYCTL.get(os.uname().machine, -1), KEYCTL_JOIN_SESSION_KEYRING, None)
+
+
 def drop_capabilities(kept: Sequence[int]) -> None:
     """Keep only these capabilities, in every set and for good."""
     mask = 0
@@ -255,7 +265,7 @@ def build_root(plan: Dict[str, Any]) -> None:
         mount(os.fsencode(path.lstrip("/")), os.fsencode(path), b"", MS_BIND | MS_REC)
     _devices(STAGE.lstrip(b"/"))
     mount(b"proc", b"/proc", b"proc", MS_NOSUID | MS_NODEV | MS_NOEXEC)
-    _check(libc.umount2(b".", MNT_DETACH), "unmount the old root")
+    unmount(b".")
     os.chdir("/")
     os.umask(old_mask)
 
@@ -281,7 +291,8 @@ def enter(plan: Dict[str, Any], channel: socket.socket) -> Dict[str, int]:
     Confine the calling process, which must be the first of its PID namespace.
 
     Args:
-        plan: What :mod:`.host` was told, and the slot that it chose.
+        plan: What :mod:`.host` was told, and the slot that it chose; ``nested``: capabilities to keep beside the usual
+            ones, so that jails can be made inside.
         channel: To the parent, which alone may write the id maps of the nested user namespace: ``map`` asks for them,
             the answer is anything.
 
@@ -294,8 +305,7 @@ def enter(plan: Dict[str, Any], channel: socket.socket) -> Dict[str, int]:
     """
     # When memory runs out, the kernel is to end what runs in a sandbox and not what drives it.
     write_text("/proc/self/oom_score_adj", "500")
-    # Keys that the driver's session holds are the driver's. Where the kernel has none, it refuses, which is as well.
-    libc.syscall(_KEYCTL.get(os.uname().machine, -1), KEYCTL_JOIN_SESSION_KEYRING, None)
+    leave_keys()
     unshare(CLONE_NEWNS | CLONE_NEWIPC | CLONE_NEWUTS | CLONE_NEWNET, "mount, IPC, UTS and network")
     build_root(plan)
     loopback_up()
@@ -320,8 +330,10 @@ def enter(plan: Dict[str, Any], channel: socket.socket) -> Dict[str, int]:
         os.setresuid(0, 0, 0)
     else:
         limit(resource.RLIMIT_NPROC, plan["max_processes"])
-    write_text("/proc/sys/user/max_user_namespaces", "0")
+    nested = tuple(plan.get("nested") or ())
+    if not nested:
+        write_text("/proc/sys/user/max_user_namespaces", "0")
     prctl(PR_SET_NO_NEW_PRIVS, 1)
-    drop_capabilities(KEPT_CAPABILITIES if slot is not None else ())
+    drop_capabilities(KEPT_CAPABILITIES + nested if slot is not None else ())
     prctl(PR_SET_DUMPABLE, 0)  # nobody in the sandbox may look into its first process
     return {name: os.stat("/proc/self/ns/" + name).st_ino for name in ("pid", "mnt", "net", "user")}

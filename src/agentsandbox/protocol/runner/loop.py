@@ -12,7 +12,7 @@ import os
 import select
 import socket
 import struct
-from typing import TYPE_CHECKING, Any, Dict, Mapping, Optional, Tuple, Union
+from typing import TYPE_CHECKING, Any, Callable, Dict, Mapping, Optional, Tuple, Union
 
 from agentsandbox.protocol import frames
 from agentsandbox.protocol.connection import Connection
@@ -56,6 +56,8 @@ class Runner:
         handed: Whether those who connect to it hand over a stream, as against being one.
         facts: What else a driver is told.
         uppers: See :class:`.pristine.Vault`.
+        jails: What keeps a jail: see :func:`.jailer.run`; ``None`` where there are none.
+        witness: What every end of a command tells of the place that it shares with others.
 
     """
 
@@ -70,12 +72,16 @@ class Runner:
         handed: bool = False,
         facts: Optional[Mapping[str, Any]] = None,
         uppers: Optional[Mapping[str, int]] = None,
+        jails: Optional[Callable[[Mapping[str, Any], int], int]] = None,
+        witness: Optional[Callable[[], Dict[str, Any]]] = None,
     ) -> None:
         self.timers = Timers()
         self.connection = Connection(frames.TO_RUNNER)
         self.poller = Poller(kernel.seal_descriptors())
         self.family = Family()
         self.vault = Vault(uppers or {})
+        self.jails = jails
+        self.witness = witness
         self.facts = kernel.facts()
         self._starter = Starter(base_env, workdir, user)
         self.facts.update(
@@ -266,7 +272,7 @@ class Runner:
         elif command is None:
             pass  # it has ended; its EXIT is on the way
         elif kind == frames.STDIN:
-            command.stdin.feed(frame.payload)
+            command.feed(frame.payload)
         elif kind == frames.STDIN_END:
             command.stdin.end()
 
@@ -307,6 +313,8 @@ def serve(
     handed: bool = False,
     facts: Optional[Mapping[str, Any]] = None,
     uppers: Optional[Mapping[str, int]] = None,
+    jails: Optional[Callable[[Mapping[str, Any], int], int]] = None,
+    witness: Optional[Callable[[], Dict[str, Any]]] = None,
 ) -> int:
     """
     Run commands for whoever is at the other end of a stream, until it is over.
@@ -324,6 +332,8 @@ def serve(
         handed: Whether those who connect to *accept* hand over a stream, as against being one.
         facts: What else a driver is told.
         uppers: Where overlays are mounted, and descriptors of their upper directories.
+        jails: What keeps a jail, where the runner may make some.
+        witness: What every end of a command tells of the place that it shares with others.
 
     Returns:
         What to exit with: 0, or what the driver asked for when it ended the runner.
@@ -343,6 +353,8 @@ def serve(
             handed=handed,
             facts=facts,
             uppers=uppers,
+            jails=jails,
+            witness=witness,
         )
     except (NoUser, StartFailed) as error:
         if first is None:

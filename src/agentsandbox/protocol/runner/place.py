@@ -3,8 +3,8 @@
 What a container shares with the one before it in the same Pod, although its root file system is new.
 
 The Pod keeps the IPC namespace with its shared memory, semaphores and message queues, the file system on ``/dev/shm``,
-and the files that the cluster mounts into ``/etc``. Nothing of an episode has run yet when this looks, and nothing that
-it finds is executed or believed.
+the network namespace with ports of connections that have just ended, and the files that the cluster mounts into
+``/etc``. Nothing of an episode has run yet when this looks, and nothing that it finds is executed or believed.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ import hashlib
 import os
 import stat
 from typing import Any, Dict, List
+
+from . import ports, surroundings
 
 _libc: Any
 try:
@@ -50,6 +52,8 @@ def clean() -> Dict[str, Any]:
             for number in _objects(kind):
                 _remove(kind, number)
             left += ["%s:%d" % (kind, number) for number in _objects(kind)]
+        ports.release()
+        left += ["%s:%s" % socket[:2] for socket in surroundings.sockets() if socket[2] == "closing"]
     return {"left": left[:FEW], "files": {path: _digest(path) for path in MOUNTED}}
 
 

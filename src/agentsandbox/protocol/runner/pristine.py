@@ -24,6 +24,7 @@ from . import processes, surroundings
 from .around import Around
 from .restore import Restorer
 from .scan import MAX_DEPTH, Scanner, Unverifiable, join, mounts, silent_devices, take, tick
+from .sealing import ancestors, older_than
 from .storing import Store
 
 NOT_FIRST = "the runner is not the first process of a namespace"
@@ -140,7 +141,8 @@ def _baseline(path: bytes, args: Dict[str, Any], vault: Vault, answer: Dict[str,
     store = Store(COPIES, args["copies"])
     places = scope + [place for place, mount in mounts().items() if not mount.read_only]
     mute = silent_devices([place for place in places if os.path.isdir(place)])
-    scanner = Scanner(mute, store)
+    older = 0 if args.get("whole") or vault.uppers else older_than(mounts()["/"])
+    scanner = Scanner(mute, store, older)
     tree, stamps = take(scanner, scope)
     store.flush()
     os.ftruncate(COPIES, store.end)
@@ -155,6 +157,7 @@ def _baseline(path: bytes, args: Dict[str, Any], vault: Vault, answer: Dict[str,
         "excluded": sorted(excluded),
         "whole": bool(args.get("whole")),
         "mute": sorted(mute),
+        "older": older,
         "surroundings": surroundings.take(),
     }
     answer.update(
@@ -186,7 +189,7 @@ def _reset(args: Dict[str, Any], vault: Vault, answer: Dict[str, Any]) -> None:
     differences = surroundings.compare(known, manifest["excluded"])
     if differences:
         raise Unverifiable("; ".join(differences[:20]))
-    scanner = Scanner(set(manifest["mute"]))
+    scanner = Scanner(set(manifest["mute"]), older=manifest["older"])
     scope = list(manifest["tree"][""])
     restorer = Restorer(scanner, manifest["tree"], stamps, COPIES)
     restorer.changed = removed
@@ -194,7 +197,7 @@ def _reset(args: Dict[str, Any], vault: Vault, answer: Dict[str, Any]) -> None:
     answer["scope_seconds"] = time.monotonic() - began
     answer["files"], answer["hashed"] = scanner.files, scanner.hashed
     began = time.monotonic()
-    quick = 0 not in vault.users and bool(surroundings.status().get("NoNewPrivs"))
+    quick = not scanner.older and 0 not in vault.users and bool(surroundings.status().get("NoNewPrivs"))
     before = manifest["outside"]
     around = Around(scope, set(manifest["excluded"]), {} if manifest["whole"] else vault.uppers)
     after, _ = around.look(scanner, manifest["weak"] if quick else None)
@@ -204,9 +207,13 @@ def _reset(args: Dict[str, Any], vault: Vault, answer: Dict[str, Any]) -> None:
     answer["outside"] = scanner.files - answer["files"]
     if before != after:
         places = sorted(path for path in set(before) | set(after) if before.get(path) != after.get(path))
+        if scanner.older:  # the copies that directories got because of what is below them are no change of their own
+            found = ancestors(places)
+            places = [path for path in places if path not in found]
         answer["changed"] = answer["changed"] + [join(path, "*") for path in places]
         raise Unverifiable("changed outside of the scope: %s" % ", ".join(places[:10]))
     surroundings.check_alone()
+    surroundings.check_room()
     answer["stamps"] = _write(STAMPS, restorer.stamps)
     tick(scanner.newest)
 

@@ -11,7 +11,11 @@ from .spawn import StartFailed
 SCRIPT_IN_ARGUMENT = 96 * 1024
 """Scripts shorter than this, in bytes, travel as an argument of the shell; longer ones in an anonymous file."""
 
-BUILTINS = ("read", "write", "pack", "unpack", "baseline", "reset")
+BUILTINS = (
+    *("read", "write", "pack", "unpack", "baseline", "reset"),
+    *("capture", "changes", "contents", "install"),
+    "jail",
+)
 
 MAX_WINDOW = 2**31
 

@@ -3,16 +3,13 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import stat
-import struct
 from typing import Dict, List, Optional, Set, Tuple
 
 from .hashing import Helper, same_contents
 from .removing import remove
 from .scan import (
-    FS_IOC_SETFLAGS,
     O_FILE,
     Entry,
     Scanner,
@@ -25,6 +22,7 @@ from .scan import (
     open_directory,
     open_file,
     open_path,
+    set_flags,
     sha256,
     stamp,
 )
@@ -60,6 +58,7 @@ class Restorer:
         self._touched: Set[str] = set()
         self._dirty: Set[str] = set()
         self._broken: Set[str] = set()
+        self._timeless: Set[str] = set()
 
     def run(self) -> None:
         """
@@ -70,7 +69,7 @@ class Restorer:
             OSError: Likewise.
 
         """
-        self.stamps[""] = {}
+        self.stamps = {**self._known, "": {}}
         self._helper = Helper(self._tree, self._known, self._scanner.mute)
         try:
             self._restore()
@@ -138,16 +137,15 @@ class Restorer:
         if os.fstat(fd).st_mode & 0o500 != 0o500:
             self._unlock(fd, path)
         for name, status in self._scanner.directory(fd, path):
-            entry = wanted.get(name)
-            if entry is None or stat.S_IFMT(entry[1]) != stat.S_IFMT(status.st_mode):
+            entry, own = wanted.get(name), stamp(status)
+            same = own == known.get(name)
+            if entry is None or (not same and stat.S_IFMT(entry[1]) != stat.S_IFMT(status.st_mode)):
                 self._unlock(fd, path)
                 remove(fd, name, status)
                 self.changed.append(join(path, name))
                 continue
             missing.discard(name)
-            own = stamp(status)
             if entry[0] == "f":
-                same = own == known.get(name)
                 if same and status.st_dev in mute and not helped:
                     self._scanner.hashed += 1
                     same = bool(same_contents(fd, name, entry[SIZE], entry[DIGEST]))
@@ -155,6 +153,8 @@ class Restorer:
                     stamps[name] = own
                 else:
                     self._file(fd, name, path, entry, status)
+            elif entry[0] == "d" and same and self._scanner.sealed(join(path, name), status):
+                stamps[name] = own
             elif entry[0] == "d":
                 child = open_directory(name, fd)
                 try:
@@ -164,7 +164,7 @@ class Restorer:
                     stamps[name] = stamp(os.fstat(child))
                 finally:
                     os.close(child)
-            elif own == known.get(name):
+            elif same:
                 stamps[name] = own
             else:
                 self._other(fd, name, path, entry)
@@ -270,7 +270,7 @@ class Restorer:
             os.fchown(fd, uid, gid)
             differs = True
         if get_flags(fd) != flags:
-            fcntl.ioctl(fd, FS_IOC_SETFLAGS, struct.pack("=I", flags))
+            set_flags(fd, flags)
             differs = True
         present = dict(attributes(fd))
         for name, value in wanted:
@@ -284,7 +284,13 @@ class Restorer:
             os.fchmod(fd, stat.S_IMODE(mode))
             differs = True
         if os.fstat(fd).st_mtime_ns != modified:
-            os.utime(fd, ns=(status.st_atime_ns, modified))
+            try:
+                os.utime(fd, ns=(status.st_atime_ns, modified))
+            except PermissionError:
+                if entry[0] != "d":
+                    raise
+                # Somebody else's directory that everybody may write to: only its owner, or root, sets its time.
+                self._timeless.add(place)
             differs = differs or entry[0] == "f"
         if differs and not quiet:
             self.changed.append(place)
@@ -367,7 +373,8 @@ class Restorer:
 
     def _same(self, path: str, entry: Entry, fd: int) -> None:
         status = os.fstat(fd)
-        now = ("d", status.st_mode, status.st_uid, status.st_gid, status.st_mtime_ns, get_flags(fd), attributes(fd))
+        modified = entry[4] if path in self._timeless else status.st_mtime_ns
+        now = ("d", status.st_mode, status.st_uid, status.st_gid, modified, get_flags(fd), attributes(fd))
         if now != entry:
             raise Unverifiable("%s is not the same after it was restored" % path)
         self._scanner.newest = max(self._scanner.newest, status.st_ctime_ns)

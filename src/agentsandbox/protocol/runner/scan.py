@@ -16,16 +16,21 @@ import os
 import stat
 import struct
 import time
+from operator import itemgetter
 from typing import Any, Callable, Dict, Iterator, List, NamedTuple, Optional, Set, Tuple
 
+from .sealing import Sealed
 from .storing import CHUNK, Store
 
 MAX_DEPTH = 500
 """How deep directories may be nested: each level holds a descriptor."""
 
 FS_IOC_GETFLAGS, FS_IOC_SETFLAGS = 0x80086601, 0x40086602
-USER_FLAGS = 0x000380FF
-"""The flags of ``chattr`` that users may change (FS_FL_USER_MODIFIABLE)."""
+USER_FLAGS = 0x6283C4FF
+"""
+The flags of ``chattr`` that users may change, but for the one that says how the blocks of a file are listed: the disk
+below an image may have that one, and the one on top of it may not.
+"""
 
 KERNEL_TYPES = frozenset(
     (
@@ -65,6 +70,7 @@ class Mount(NamedTuple):
 
     type: str
     read_only: bool
+    options: str = ""
 
 
 class Unverifiable(Exception):
@@ -82,7 +88,7 @@ def mounts() -> Dict[str, Mount]:
             for escape, character in ((b"\\040", b" "), (b"\\011", b"\t"), (b"\\012", b"\n"), (b"\\134", b"\\")):
                 place = place.replace(escape, character)
             read_only = b"ro" in fields[5].split(b",") or b"ro" in kind[2].strip().split(b",")
-            found[os.fsdecode(place)] = Mount(os.fsdecode(kind[0]), read_only)
+            found[os.fsdecode(place)] = Mount(os.fsdecode(kind[0]), read_only, os.fsdecode(kind[2].strip()))
     return found
 
 
@@ -154,6 +160,12 @@ def get_flags(fd: int) -> int:
         return 0
 
 
+def set_flags(fd: int, flags: int) -> None:
+    """Set the flags of ``chattr`` that a user may change, and leave the others as they are."""
+    present = int(struct.unpack("=I", fcntl.ioctl(fd, FS_IOC_GETFLAGS, b"\0" * 4))[0])
+    fcntl.ioctl(fd, FS_IOC_SETFLAGS, struct.pack("=I", present & ~USER_FLAGS | flags))
+
+
 def attributes(fd: int) -> Tuple[Tuple[str, bytes], ...]:
     """Return the extended attributes of an open file."""
     try:
@@ -184,17 +196,21 @@ class Scanner:
 
     Args:
         mute: Devices on which a write through a memory map leaves no trace in the inode: contents are compared there.
+        store: Where to keep copies of what is looked at.
+        older: What :func:`.sealing.older_than` said.
 
     """
 
-    def __init__(self, mute: Set[int], store: Optional[Store] = None) -> None:
+    def __init__(self, mute: Set[int], store: Optional[Store] = None, older: int = 0) -> None:
         self.mute = mute
         self.store = store
+        self.older = older
         self.files = 0
         self.hashed = 0
         self.newest = 0
         self.mounts = mounts()
         self._over = {os.path.dirname(place) for place in self.mounts}
+        self.sealed = Sealed(older, self.mounts)
         self._groups: Dict[Tuple[int, int], str] = {}
 
     def skipped(self, path: str) -> bool:
@@ -242,17 +258,13 @@ class Scanner:
         """List an open directory in order, without what :meth:`skipped` says."""
         with os.scandir(fd) as entries:
             found = [(entry.name, entry.stat(follow_symlinks=False)) for entry in entries]
-        found.sort(key=_name)
+        found.sort(key=itemgetter(0))
         self.files += len(found)
         if path in self._over:
             found = [item for item in found if not self.skipped(join(path, item[0]))]
         for _, status in found:
             self.newest = max(self.newest, status.st_ctime_ns)
         return found
-
-
-def _name(item: Tuple[str, Any]) -> str:
-    return item[0]
 
 
 def walk(

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Dict, List, Mapping, Optional, Tuple, Union
 
 from agentsandbox.protocol import frames
 
-from . import files, kernel, pristine, spawn, users
+from . import capture, files, kernel, pristine, spawn, users
 from .commands import Command
 from .pipes import Output, enlarge
 from .processes import MARKER
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 DEFAULT_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
-PRISTINE = ("baseline", "reset")
+PRISTINE = ("baseline", "reset") + tuple(capture.WORK)
 """Builtins that are about the whole sandbox, and not about what some user may do in it."""
 
 SPARE_DESCRIPTORS = 32
@@ -106,7 +106,9 @@ class Starter:
                 signal.pthread_sigmask(signal.SIG_UNBLOCK, runner.signals.blocked)
             if report is not None:
                 enlarge(stdout[0])
-                if request.builtin in PRISTINE:
+                if request.builtin == "jail":
+                    pid = self._jail(request, stdio, report[1], runner)
+                elif request.builtin in PRISTINE:
                     pid = self._pristine(request, cwd, stdio, report[1], runner)
                 else:
                     pid = self._builtin(
@@ -197,13 +199,31 @@ class Starter:
             code = 1
         os._exit(code)
 
+    def _jail(self, request: Request, stdio: Tuple[int, int, int], report: int, runner: Runner) -> int:
+        """Keep a jail, with all the rights that the runner has."""
+        if runner.jails is None:
+            raise StartFailed("bad_request", "", "this runner makes no jails")
+        pid = os.fork()
+        if pid:
+            return pid
+        code = 1
+        try:
+            report = spawn.above_stdio(report)
+            spawn.become(None, stdio, set_groups=False)
+            os.dup2(report, 3, inheritable=False)
+            os.closerange(4, runner.poller.highest + 64)
+            code = runner.jails(request.args, 3)
+        finally:
+            os._exit(code)
+
     def _pristine(self, request: Request, cwd: bytes, stdio: Tuple[int, int, int], report: int, runner: Runner) -> int:
-        """Take a baseline, or reset, with all the rights that the runner has."""
+        """Take a baseline, reset, or show or install files, with all the rights that the runner has."""
         path = path_of(request.args, cwd)
         vault = runner.vault
+        relay = runner.relay()
         if request.builtin == "baseline":
             vault.home = self.default.home
-            vault.open(runner.relay())
+            vault.open(relay)
         pid = os.fork()
         if pid:
             return pid
@@ -221,7 +241,10 @@ class Starter:
             first = len(held) - len(vault.uppers)
             vault.uppers = {place: first + number for number, place in enumerate(vault.uppers)}
             assert request.builtin is not None
-            code = pristine.run(request.builtin, path, request.args, first - 1, vault)
+            if request.builtin in capture.WORK:
+                code = capture.run(request.builtin, path, request.args, first - 1, vault, relay)
+            else:
+                code = pristine.run(request.builtin, path, request.args, first - 1, vault)
         except BaseException:
             code = 1
         os._exit(code)

@@ -10,7 +10,7 @@ import signal
 import time
 from typing import Any, Dict, Iterable, List, Optional, Set, Tuple
 
-from . import processes
+from . import ports, processes
 from .kernel import _libc as libc
 from .kernel import last_error
 from .scan import Unverifiable, mounts
@@ -23,6 +23,12 @@ ALONE_WITHIN = 2.0
 
 CLOSED_WITHIN = 0.5
 """Seconds that the kernel may take for the end of a connection."""
+
+PROCESS_GROUPS = ("/sys/fs/cgroup", "/sys/fs/cgroup/pids")
+"""Where a container finds its own control group, by the version of those."""
+
+FULL = 0.75
+"""The share of all processes that may be in use when all of them have been killed."""
 
 IPC_RMID = 0
 
@@ -133,6 +139,23 @@ def check_alone() -> None:
             )
 
 
+def check_room(places: Tuple[str, ...] = PROCESS_GROUPS) -> None:
+    """
+    Make sure that the next episode can start processes: what is dead, or hidden from us, may count all the same.
+
+    Args:
+        places: Where the counter and the limit of our control group are.
+
+    Raises:
+        Unverifiable: If hardly any are left.
+
+    """
+    for place in places:
+        now, most = ("".join(_lines(place + "/pids." + name)) for name in ("current", "max"))
+        if now.isdigit() and most.isdigit() and int(now) > FULL * int(most):
+            raise Unverifiable("%s of %s processes are in use although none is left" % (now, most))
+
+
 def remove_ipc(known: Dict[str, List[int]]) -> List[str]:
     """
     Remove System V objects that were not there before.
@@ -208,7 +231,8 @@ def sockets() -> List[Tuple[str, ...]]:
     """Return who listens or is bound, and ports that the kernel keeps for a while after their use."""
     found = set()
     low, high = (int(word) for word in ("".join(_lines("/proc/sys/net/ipv4/ip_local_port_range")) or "0 0").split())
-    for name in ("tcp", "tcp6", "udp", "udp6", "raw", "raw6", "udplite"):
+    # The kernel goes through the table of the whole machine to list those of one namespace: milliseconds for each file.
+    for name in (() if _no_tcp() else ("tcp", "tcp6")) + ("udp", "udp6", "raw", "raw6", "udplite"):
         for line in _lines("/proc/net/" + name)[1:]:
             fields = line.split()
             if name.startswith("tcp") and fields[3] != LISTENING:
@@ -223,6 +247,16 @@ def sockets() -> List[Tuple[str, ...]]:
         if len(fields) > 7:
             found.add(("unix", fields[7].rstrip("\n"), "bound"))
     return sorted(found)
+
+
+def _no_tcp() -> bool:
+    """Whether the namespace has no TCP socket that a table would list, also none that waits after its end."""
+    counts = {}
+    for line in _lines("/proc/net/sockstat") + _lines("/proc/net/sockstat6"):
+        protocol, _, rest = line.partition(":")
+        words = rest.split()
+        counts.update({(protocol, name): value for name, value in zip(words[::2], words[1::2])})
+    return {counts.get(which) for which in (("TCP", "inuse"), ("TCP", "tw"), ("TCP6", "inuse"))} == {"0"}
 
 
 def own_state() -> Dict[str, Any]:
@@ -252,16 +286,22 @@ def take() -> Dict[str, Any]:
 
 def compare(known: Dict[str, Any], excluded: Iterable[str] = ()) -> List[str]:
     """
-    Return what is not as it was, in words. Connections whose ends were killed get a moment to go away.
+    Return what is not as it was, in words.
+
+    Connections whose ends were killed get a moment to go away, and ports that the kernel keeps are taken from it.
 
     Args:
         known: What :func:`take` returned.
         excluded: Directories below which mounts may come and go.
 
     """
-    limit = time.monotonic() + CLOSED_WITHIN
+    limit, released = time.monotonic() + CLOSED_WITHIN, False
     while True:
         differences = _compare(known, tuple(place + "/" for place in excluded))
+        if not released and any(line.endswith("closing") for line in differences):
+            released = True
+            ports.release()
+            continue
         if not any(line.endswith("connected") for line in differences) or time.monotonic() > limit:
             return differences
         time.sleep(0.01)

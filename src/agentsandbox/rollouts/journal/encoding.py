@@ -147,6 +147,9 @@ def store_attempt(attempt: Attempt) -> dict[str, Any]:
         "ttfc": None if ttfc is None else {**attrs.asdict(ttfc), "stages": encode(ttfc.stages)},
         "timings": attrs.asdict(attempt.timings),
         "commands": [_safely(entry) for entry in attempt.commands],
+        # Only where there are any: journals without them are what earlier versions wrote.
+        **({} if attempt.restored is None else {"restored": attempt.restored}),
+        **({"checkpoints": list(attempt.checkpoints)} if attempt.checkpoints else {}),
     }
 
 
@@ -165,6 +168,8 @@ def load_attempt(data: Mapping[str, Any]) -> Attempt:
         else TTFCSample(**{**ttfc, "start": StartKind(ttfc["start"]), "stages": decode(ttfc["stages"])}),
         timings=Timings(**data["timings"]),
         commands=tuple(decode(entry) for entry in data["commands"]),
+        restored=data.get("restored"),
+        checkpoints=tuple(data.get("checkpoints") or ()),
     )
 
 

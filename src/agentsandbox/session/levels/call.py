@@ -81,6 +81,7 @@ class Call:
 
     __slots__ = (
         "_changed",
+        "asked",
         "began",
         "command",
         "dead",
@@ -113,6 +114,8 @@ class Call:
         self.pid: int | None = None
         self.began: float | None = None
         """When it was told to start; when it has started, that instead."""
+        self.asked: float | None = None
+        """When it was certain that the sandbox was told."""
         self.record: Record | None = None
         self.refusal: str | None = None
         """Why it did not start."""
@@ -143,7 +146,7 @@ class Call:
     @property
     def settled(self) -> bool:
         """Whether it is done, and if it is being killed, all that it started is too."""
-        return self.done.is_set() and (not self.killing or self.dead.is_set())
+        return self.done.is_set() and (not self.killing or (self.dead.is_set() and not self.survivors))
 
     @property
     def changed(self) -> anyio.Event:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The commands of one shell session: how they get into the sandbox, are watched, killed, and read back."""
+"""The commands of one shell session: how they get into the sandbox, are watched, and killed."""
 
 from __future__ import annotations
 
@@ -11,21 +11,15 @@ from typing import TYPE_CHECKING
 import anyio
 import anyio.lowlevel
 
-from agentsandbox.errors import (
-    CommandTimeout,
-    ConfigurationError,
-    InfrastructureError,
-    OutputLimitExceeded,
-    SandboxLost,
-    StreamBroken,
-)
-from agentsandbox.models.command import Command, ExecResult, OutputSizes, ProcessInfo
+from agentsandbox.errors import ConfigurationError, SandboxLost
+from agentsandbox.session.levels import results
 from agentsandbox.session.levels.call import MAX_WORD, Call, start_code
 from agentsandbox.session.levels.scripts import quote
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
+    from agentsandbox.models.command import Command
     from agentsandbox.session.levels.control import Control
     from agentsandbox.session.levels.store import Store
 
@@ -43,14 +37,17 @@ KILL_LAST = 4.0
 KILL_CONFIRM = 10.0
 """Seconds beyond all that in which it has to be confirmed that a command is dead."""
 
+KILL_AGAIN = 2.0
+"""Seconds beyond grace and last attempts after which the sandbox is told once more: what was to kill may be dead."""
+
+KILL_TRIES = 4
+"""How often it is told."""
+
 LOOK, LAST_LOOK = 2.0, 15.0
 """Seconds without news after which a command is looked up, at first and at last: what watched it may be gone."""
 
 BORN = 5.0
 """Seconds after which a command that is asked for and has no process yet is given up."""
-
-SPOOL_LIMIT = 2 * 1024**3
-"""Bytes that a command's output may take in the sandbox: what is more would fill the disk of the node."""
 
 
 class Commands:
@@ -114,6 +111,7 @@ class Commands:
         call.began = anyio.current_time()
         self._wakeup.set()
         await self.control.request(f"{code}\n_aspawn {words}")
+        call.asked = anyio.current_time()
 
     async def wait(self, call: Call) -> None:
         """Wait until a command is done; raise what its start callback raised, after killing it."""
@@ -136,16 +134,17 @@ class Commands:
         """Kill everything of a command, and settle how it ended."""
         if not call.killing:
             call.killing = True
-            words = f"{call.number} {call.token} {round(grace * 100)} {round(KILL_LAST * 100)} '{call.pid or ''}'"
             try:
-                await self.control.request(f"_astop {words} </dev/null >/dev/null &")
+                await self._have_killed(call, grace)
             except SandboxLost:
                 return
         while not call.dead.is_set():
             await call.changed.wait()
         if call.survivors:
             with suppress(SandboxLost):
-                self.control.lose(SandboxLost("unkillable", await self._names(call.survivors[:5])))
+                found = await results.processes(self.control, call.survivors[:5])
+                names = ", ".join(f"{process.pid} {process.command}" for process in found)
+                self.control.lose(SandboxLost("unkillable", names))
             return
         for _ in range(2):
             with anyio.move_on_after(2 * LOOK):
@@ -156,6 +155,20 @@ class Commands:
         if not call.done.is_set():
             detail = f"command {call.number} was killed, and nothing tells how it ended"
             self.control.lose(SandboxLost("killed", detail))
+
+    async def _have_killed(self, call: Call, grace: float) -> None:
+        """Tell the sandbox to kill a command until it confirms that; give it up if it never does."""
+        for _ in range(KILL_TRIES):
+            words = f"{call.number} {call.token} {round(grace * 100)} {round(KILL_LAST * 100)} '{call.pid or ''}'"
+            await self.control.request(f"_astop {words} </dev/null >/dev/null &")
+            connection = self.control.connections
+            with anyio.move_on_after(grace + KILL_LAST + KILL_AGAIN):
+                while not call.dead.is_set() and connection == self.control.connections:
+                    await call.changed.wait()
+            if call.dead.is_set():
+                return
+            grace = 0.0
+        self.control.lose(SandboxLost("unkillable", f"the death of command {call.number} was not confirmed"))
 
     def release(self, call: Call) -> None:
         """Forget a command that is done."""
@@ -184,15 +197,18 @@ class Commands:
             call.tell([words[0], *words[2:]], anyio.current_time())
 
     def on_attached(self) -> None:
-        """Look every command up: what was told meanwhile is lost."""
+        """Look every command up, and tell again which are to die: what was told meanwhile is lost."""
         self._looking = True
         self._wakeup.set()
+        for call in self._running.values():
+            call.notify()
 
     def on_lost(self) -> None:
         """End every command: nothing more will come."""
         calls, self._running = self._running, {}
         for call in calls.values():
             call.dead.set()
+            call.survivors = ()
             call.finish()
         self._wakeup.set()
 
@@ -270,8 +286,9 @@ class Commands:
         elif words[0] == "run":
             if len(words) == 2 and words[1].isdigit():
                 call.started(int(words[1]), now)
-        elif words[0] == "claimed":
-            if call.began is not None and now >= call.began + BORN:
+        elif words[0] == "claimed" or (words[0] == "none" and call.pid is None):
+            asked = call.began if words[0] == "claimed" else call.asked
+            if asked is not None and now >= asked + BORN:
                 # What was to start it could not: there was no process to be had. From here on it never will.
                 await self._quietly(f"_agiveup {call.number}")
         elif words[0] == "ended":
@@ -280,15 +297,15 @@ class Commands:
             if not call.done.is_set():
                 end = f"_an={call.number};_atoken={call.token};_amode=;_amerge={int(call.command.merge)};_aend again"
                 await self._quietly(f"( {end} ) </dev/null >/dev/null &")
-        elif words[0] == "gone" and call.pid is not None:
+        elif words[0] == "gone":
             await self._undone(call)
-        elif words[0] == "none" and call.pid is not None:
+        elif words[0] == "none":
             self.control.lose(SandboxLost("no_state", f"the state of command {call.number} was removed"))
         if stdout.isdigit() and stderr.isdigit():
             sizes = int(stdout), int(stderr)
             if sizes != call.silent_sizes:
                 call.silent_sizes, call.silent_since = sizes, now
-            if sum(sizes) > SPOOL_LIMIT:
+            if sum(sizes) > results.SPOOL_LIMIT:
                 call.outgrown = True
                 self._wakeup.set()
 
@@ -305,84 +322,3 @@ class Commands:
             await self.control.request(code)
         except SandboxLost:
             return
-
-    async def _names(self, pids: tuple[int, ...]) -> str:
-        found = await self.processes(pids)
-        return ", ".join(f"{process.pid} {process.command}" for process in found)
-
-    # Results.
-
-    async def processes(self, pids: tuple[int, ...]) -> tuple[ProcessInfo, ...]:
-        """Return the command lines of processes."""
-        found = []
-        for pid in pids[:100]:
-            reply = await self.control.request(f"cat /proc/{pid}/cmdline 2>/dev/null")
-            command = reply.data.rstrip(b"\0").replace(b"\0", b" ").decode("utf-8", "replace")
-            found.append(ProcessInfo(pid=pid, command=command[:200]))
-        return tuple(found)
-
-    async def outcome(
-        self, call: Call, kept: tuple[bytes, bytes] | None = None, sizes: tuple[int, int] = (0, 0)
-    ) -> ExecResult:
-        """
-        Return what came of a command that is done, or raise it.
-
-        Args:
-            call: The command.
-            kept: Its output, if it was read already; else it is read now.
-            sizes: If it was read already: how much it was.
-
-        """
-        if self.control.lost is not None:
-            raise self.control.loss(*(kept or (b"", b"")))
-        command, record = call.command, call.record
-        if call.refusal is not None and (call.refusal != "killed" or call.limit is None):
-            if call.refusal == "no_state":
-                self.control.lose(SandboxLost("no_state", "the directory with the state of commands is gone"))
-                raise self.control.loss()
-            raise call.error()
-        if kept is None:
-            kept, sizes = await self._output(call)
-        elapsed = record.wall if record else 0.0
-        if call.limit in ("total", "no_output"):
-            seconds = command.timeout if call.limit == "total" else command.no_output_timeout
-            # Clocks differ, and the sandbox's has but hundredths: a limit that fired had passed.
-            raise CommandTimeout(call.limit, seconds or 0.0, max(elapsed, seconds or 0.0), *kept)
-        if call.limit == "spool":
-            raise OutputLimitExceeded(SPOOL_LIMIT)
-        if record is None:
-            raise StreamBroken("killed", f"command {call.number} was killed before it started")
-        if record.cut:
-            detail = (
-                f"output of command {call.number} was not stored: a full disk, no process left, or our files removed"
-            )
-            self.control.lose(SandboxLost("output_lost", detail))
-            raise self.control.loss(*kept)
-        return ExecResult(
-            exit_code=record.code,
-            stdout=kept[0],
-            stderr=kept[1],
-            truncated=max(sizes) > command.output_limit,
-            sizes=OutputSizes(stdout=sizes[0], stderr=sizes[1]),
-            wall_seconds=record.wall,
-            cpu_seconds=record.cpu,
-            leftovers=await self.processes(record.leftovers) if record.leftovers else (),
-        )
-
-    async def _output(self, call: Call) -> tuple[tuple[bytes, bytes], tuple[int, int]]:
-        """Read what a command wrote: what is kept of it, and how much it was."""
-        found: dict[str, tuple[bytes, int]] = {}
-
-        async def one(name: str) -> None:
-            with suppress(InfrastructureError):  # raised below, without the group around it
-                found[name] = await self.store.whole(f"{call.number}.{name}", call.command.output_limit)
-
-        # Both requests go out at once, so that they take one round trip.
-        async with anyio.create_task_group() as group:
-            group.start_soon(one, "err")
-            await one("out")
-        for name in ("out", "err"):
-            if name not in found:
-                found[name] = await self.store.whole(f"{call.number}.{name}", call.command.output_limit)
-        stdout, stderr = found["out"], found["err"]
-        return (stdout[0], stderr[0]), (stdout[1], stderr[1])

@@ -7,17 +7,16 @@ Every request may be repeated: what must happen once is guarded in the sandbox, 
 
 from __future__ import annotations
 
-import os
 import secrets
 from collections import deque
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import anyio
-import attrs
 from tenacity import AsyncRetrying, retry_if_exception, stop_after_delay, wait_random_exponential
 
 from agentsandbox.errors import InfrastructureError, ProtocolError, SandboxLost, StreamBroken
+from agentsandbox.session.levels.asking import Ask, Reply
 from agentsandbox.session.levels.scripts import BOOT, PLACES, PROGRAM, quote
 from agentsandbox.transport.exec import STDOUT
 
@@ -28,10 +27,10 @@ if TYPE_CHECKING:
 
     from agentsandbox.transport.exec import Connect, ExecConnection
 
-__all__ = ["STREAM_ERRORS", "Control", "Reply", "ended"]
+__all__ = ["STREAM_ERRORS", "Control", "ended"]
 
 FRUITLESS = 6
-"""How many connections in a row may be made and answer nothing before the sandbox counts as lost."""
+"""How many connections in a row may answer nothing, or end over the same request, until the sandbox counts as lost."""
 
 ATTACH_TIME = 60.0
 """Seconds for which it is tried to make a connection again: an API server takes that long to come back."""
@@ -49,32 +48,6 @@ MAX_LINE = 16 * 1024
 """Bytes of a line on standard error; what is longer is none of ours."""
 
 STREAM_ERRORS = (anyio.EndOfStream, anyio.BrokenResourceError, anyio.ClosedResourceError, OSError)
-
-
-@attrs.frozen(kw_only=True)
-class Reply:
-    """The answer to a request."""
-
-    data: bytes
-    """What the code wrote."""
-    result: str
-    """Its line of result."""
-
-
-class _Ask:
-    """A request that waits for its answer."""
-
-    __slots__ = ("code", "data", "done", "marker", "reply", "sent")
-
-    def __init__(self, key: str, code: str, data: bytes) -> None:
-        word = f"{key}.{secrets.token_hex(8)}"
-        self.code = os.fsencode(f"{word}\n{code}\n{word}\n")
-        self.data = data
-        self.marker = f"\n{word} ".encode()
-        self.done = anyio.Event()
-        self.reply: Reply | None = None
-        """``None`` when done if the connection was lost."""
-        self.sent = False
 
 
 class Control:
@@ -114,8 +87,8 @@ class Control:
         self._on_attached = on_attached
         self._on_lost = on_lost
         self._key = secrets.token_hex(8)
-        self._queue: deque[_Ask] = deque()
-        self._waiting: deque[_Ask] = deque()
+        self._queue: deque[Ask] = deque()
+        self._waiting: deque[Ask] = deque()
         self._wakeup = anyio.Event()
         self._scope: anyio.CancelScope | None = None
         self._ended = anyio.Event()
@@ -152,10 +125,11 @@ class Control:
 
         """
         await anyio.lowlevel.checkpoint_if_cancelled()
+        interrupted = 0
         while True:
             if self.lost is not None:
                 raise self.loss()
-            ask = _Ask(self._key, code, data)
+            ask = Ask(self._key, code, data)
             self._queue.append(ask)
             self._wakeup.set()
             try:
@@ -165,6 +139,12 @@ class Control:
                     self._queue.remove(ask)
             if ask.reply is not None:
                 return ask.reply
+            # A shell that finds no process for a request ends, every time.
+            interrupted += ask.interrupted
+            if interrupted >= FRUITLESS:
+                self.lose(StreamBroken("stream_ended", f"{self._why}, {interrupted} times over the same request"))
+            elif interrupted > 1:
+                await anyio.sleep(min(0.1 * 2**interrupted, ATTACH_WAIT))
 
     def lose(self, error: SandboxLost) -> None:
         """Give the sandbox up: nothing that it says counts any more."""
@@ -240,10 +220,10 @@ class Control:
             self.lose(lost)
         return None
 
-    def _hello(self) -> _Ask:
+    def _hello(self) -> Ask:
         state = self.facts.get("state")
         code = f"_aresume {quote(state)}" if state else f"_ainit {' '.join(map(quote, PLACES))}"
-        ask = _Ask(self._key, code, b"")
+        ask = Ask(self._key, code, b"")
         ask.code = f"_ak={self._key}\n_ash={quote(self.shell)}{PROGRAM}.\n".encode() + ask.code
         return ask
 
@@ -276,7 +256,7 @@ class Control:
             elif not self.facts:
                 self.lose(SandboxLost("no_shell", f"{self._why}: {self._said.decode('utf-8', 'replace')[-300:]}"))
 
-    async def _attach(self, hello: _Ask, task_status: TaskStatus[None] | None) -> None:
+    async def _attach(self, hello: Ask, task_status: TaskStatus[None] | None) -> None:
         await hello.done.wait()
         if hello.reply is None:
             return
@@ -304,12 +284,13 @@ class Control:
 
     def _fail_all(self) -> None:
         waiting, self._waiting = self._waiting, deque()
-        for ask in waiting:
+        for position, ask in enumerate(waiting):
+            ask.interrupted = position == 0
             ask.done.set()
 
     # One connection.
 
-    async def _write(self, connection: ExecConnection, hello: _Ask) -> None:
+    async def _write(self, connection: ExecConnection, hello: Ask) -> None:
         try:
             await connection.send(hello.code)
             await hello.done.wait()
@@ -377,7 +358,7 @@ class Control:
             with anyio.move_on_after(self._heartbeat_timeout) as limit:
                 with suppress(*STREAM_ERRORS):
                     await connection.keep_alive()
-                ask = _Ask(self._key, ":", b"")
+                ask = Ask(self._key, ":", b"")
                 self._queue.append(ask)
                 self._wakeup.set()
                 await ask.done.wait()

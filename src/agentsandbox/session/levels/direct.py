@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import inspect
+import signal
 from collections.abc import AsyncIterable, Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -15,6 +16,7 @@ import anyio.lowlevel
 
 from agentsandbox.errors import (
     ConfigurationError,
+    ControlPlaneError,
     OutputLimitExceeded,
     SandboxLost,
     StartError,
@@ -42,6 +44,9 @@ ARGV_LIMIT = 2048
 NO_PROGRAM = "/.agentsandbox/no-such-program"
 """Nobody has it. That the runtime says so shows that there is one, and what the connection can do."""
 
+KILLED = 128 + signal.SIGKILL
+"""The exit code of a command that was killed, by whomever."""
+
 Stdin = bytes | bytearray | memoryview | AsyncIterable[bytes]
 
 
@@ -55,13 +60,18 @@ class DirectSession:
     Args:
         connect: Starts a command in the sandbox over a new connection.
         keep_alive: Seconds of silence after which idle timers on the way are reset.
+        confirm: Makes sure that the sandbox is still there after a command of it was killed: the end of a container
+            looks like the end of a command. It raises :exc:`SandboxLost` if it is not.
 
     """
 
     level = ExecLevel.DIRECT
 
-    def __init__(self, connect: Connect, *, keep_alive: float = 30.0) -> None:
+    def __init__(
+        self, connect: Connect, *, keep_alive: float = 30.0, confirm: Callable[[], Awaitable[None]] | None = None
+    ) -> None:
         self._connect = connect
+        self._confirm = confirm
         self._keep_alive = keep_alive
         self._ends_stdin: bool | None = None
         self._lost: SandboxLost | None = None
@@ -151,6 +161,8 @@ class DirectSession:
             if exchange.raised is not None:
                 raise exchange.raised
             result = self._outcome(exchange, command, anyio.current_time() - began)
+            if result.exit_code == KILLED and self._confirm is not None:
+                await self._confirm_end(result)
         except BaseException:
             self._abandon(exchange)
             raise
@@ -283,9 +295,13 @@ class DirectSession:
         self._count += 1
         try:
             connection = await self._connect(argv, stdin=stdin)
-        except BaseException:
-            # It may have been started all the same, and nobody can tell.
-            self._lose(SandboxLost("unkillable", "a command may have been started over a connection that was not made"))
+        except BaseException as error:
+            if isinstance(error, SandboxLost):
+                self._lose(error)
+            elif not isinstance(error, ControlPlaneError) or getattr(error, "ambiguous", False):
+                # Nobody refused it, so it may have been started, and nobody can tell.
+                why = "a command may have been started over a connection that was not made"
+                self._lose(SandboxLost("unkillable", why))
             raise
         exchange = Exchange(connection, command, keep_alive=self._keep_alive, queue=queue)
         self._running.add(exchange)
@@ -331,6 +347,14 @@ class DirectSession:
             sizes=sizes,
             wall_seconds=wall,
         )
+
+    async def _confirm_end(self, result: ExecResult) -> None:
+        assert self._confirm is not None
+        try:
+            await self._confirm()
+        except SandboxLost as error:
+            self._lose(error)
+            raise self._loss(result.stdout, result.stderr) from error
 
     def _abandon(self, exchange: Exchange) -> None:
         """Give the sandbox up if a command of it may still run."""

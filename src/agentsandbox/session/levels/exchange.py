@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import anyio
 
 from agentsandbox.session.levels.control import CLOSE, STREAM_ERRORS
+from agentsandbox.session.levels.process import closing
 from agentsandbox.session.output import HeadTail
 from agentsandbox.transport.exec import STDERR, STDOUT
 
@@ -79,8 +80,9 @@ class Exchange:
                 for at in range(0, len(view), PIECE):
                     await self.connection.send(bytes(view[at : at + PIECE]))
             else:
-                async for piece in data:
-                    await self.connection.send(piece)
+                async with closing(data):
+                    async for piece in data:
+                        await self.connection.send(piece)
             await self.connection.end_stdin()
         except STREAM_ERRORS:
             return  # the reader finds the end, and whether there is a status

@@ -8,6 +8,7 @@ import hashlib
 import os
 import secrets
 import stat
+import tarfile
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,10 +16,11 @@ from typing import TYPE_CHECKING
 import anyio
 
 from agentsandbox.errors import ConfigurationError, OutputLimitExceeded, SandboxLost, StreamBroken
+from agentsandbox.protocol import archives
 from agentsandbox.session.files import in_thread
-from agentsandbox.session.levels import archives
 from agentsandbox.session.levels.scripts import FUNCTIONS, quote
 from agentsandbox.session.levels.store import TRANSFER
+from agentsandbox.session.trees import MODES
 
 if TYPE_CHECKING:
     from agentsandbox.session.levels.commands import Commands
@@ -113,10 +115,10 @@ async def upload_dir(commands: Commands, source: Path, target: str) -> None:
         raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(source))
     _needs_tar(commands)
     where = quote(_absolute(commands, target))
-    with tempfile.TemporaryFile() as file:
-        size = await in_thread(archives.pack, source, file)
-        state = commands.control.facts["state"]
-        archive = quote(f"{state}/tree-{secrets.token_hex(8)}.tar")
+    with tempfile.TemporaryFile(buffering=0) as file:
+        size = await in_thread(_pack, source, file.fileno())
+        # One that is cut off may still write: each attempt has an archive of its own, named after its shell.
+        archive = f"{quote(commands.control.facts['state'])}/tree-$$.tar"
         code = (
             f"umask 022;mkdir -p {where} 2>/dev/null;cd {where} 2>/dev/null||exit {NO_DIRECTORY};[ -w . ]||exit 93\n"
             f'(umask 077;head -c {size} >{archive})&&[ "$(($(wc -c <{archive})))" = {size} ]&&tar -xf {archive} >&2\n'
@@ -175,7 +177,21 @@ async def download_dir(commands: Commands, source: str, target: Path) -> None:
             words = outcome.stderr.decode("utf-8", "replace").strip()
             raise OSError(errno.EIO, f"tar: {words[-500:]}", source)
         file.seek(0)
-        await in_thread(archives.unpack, file, Path(target))
+        try:
+            await in_thread(_unpack, Path(target), file.fileno())
+        except archives.Refused as error:
+            raise PermissionError(errno.EPERM, f"refused: {error}", source) from error
+        except archives.Malformed as error:
+            raise _damaged(commands, f"the archive of {source!r} is damaged: {error}") from error
+
+
+def _pack(source: Path, out: int) -> int:
+    # Small tar programs know GNU's way of long names, and not that of POSIX.
+    return int(archives.pack(os.fsencode(source), out, style=tarfile.GNU_FORMAT)["size"])
+
+
+def _unpack(target: Path, source: int) -> None:
+    archives.unpack(os.fsencode(target), source, modes=MODES, foreign=True)
 
 
 def _needs_tar(commands: Commands) -> None:

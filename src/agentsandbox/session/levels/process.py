@@ -3,22 +3,26 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Self
 
 import anyio
 import anyio.lowlevel
 
 from agentsandbox.errors import SandboxLost
+from agentsandbox.session.levels.control import CLOSE
+from agentsandbox.session.levels.results import outcome
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
+    from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable
     from types import TracebackType
 
     from agentsandbox.models.command import ExecResult
     from agentsandbox.session.levels.call import Call
     from agentsandbox.session.levels.commands import Commands
 
-__all__ = ["Feed", "ShellInput", "ShellOutput", "ShellProcess", "Tail"]
+__all__ = ["Feed", "ShellInput", "ShellOutput", "ShellProcess", "Tail", "closing"]
 
 CHUNK = 1024 * 1024
 """Bytes of standard input in one file."""
@@ -56,6 +60,17 @@ class Tail:
     async def size(self) -> int:
         """Return how much there is in all."""
         return await self._commands.store.size(self._name)
+
+
+@asynccontextmanager
+async def closing(pieces: AsyncIterable[bytes]) -> AsyncIterator[None]:
+    """Close the caller's generator at the end, also when nobody takes the rest of it: event loops insist on that."""
+    try:
+        yield
+    finally:
+        if isinstance(pieces, AsyncGenerator):
+            with anyio.move_on_after(CLOSE, shield=True):
+                await pieces.aclose()
 
 
 class Feed:
@@ -230,7 +245,7 @@ class ShellProcess:
             sizes = (0, 0)
             if self._commands.control.lost is None:
                 sizes = await self._tails[0].size(), await self._tails[1].size()
-            self._result = await self._commands.outcome(self._call, (b"", b""), sizes)
+            self._result = await outcome(self._commands.store, self._call, (b"", b""), sizes)
         return self._result
 
     async def kill(self) -> None:

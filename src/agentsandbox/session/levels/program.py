@@ -271,9 +271,12 @@ FILES = r"""\
 _agiveup(){
 _an=$1
 set -C
+{ printf '' >"$_aS/$_an.claim";} 2>/dev/null
 if { printf 'none\n' >"$_aS/$_an.watch";} 2>/dev/null;then
 { printf '%s .\n' "F $_an no_fork" >"$_aS/$_an.exit";} 2>/dev/null
 _at F "$_an" no_fork
+elif [ ! -d "$_aS" ];then _at F "$_an" no_state
+elif [ ! -s "$_aS/$_an.watch" ];then _at F "$_an" full
 fi
 set +C
 }
@@ -321,7 +324,7 @@ if [ -z "$_ae" ];then
 if [ ! -d "$_ad" ];then _ae=ENOTDIR;elif [ ! -w "$_ad" ]||[ ! -x "$_ad" ];then _ae=EACCES;fi
 fi
 if [ "$_ae" ];then [ -z "$6" ]||"$6" /dev/null "$3";_ar="E $_ae";return;fi
-_au=${_ad%/}/.agentsandbox-$2.new
+_au=${_ad%/}/.agentsandbox-$2.$$.new
 _ag=$5
 if [ -z "$_ag" ]&&[ -e "$_ap" ];then
 if _atry stat;then _ag=$(stat -c %a "$_ap" 2>/dev/null);else cp -p "$_ap" "$_au" 2>/dev/null;_ag=$(:);fi

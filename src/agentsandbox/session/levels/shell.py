@@ -16,7 +16,8 @@ from agentsandbox.models.sandbox import ExecLevel
 from agentsandbox.session.levels import files
 from agentsandbox.session.levels.commands import Commands
 from agentsandbox.session.levels.control import Control
-from agentsandbox.session.levels.process import Feed, ShellProcess, Tail
+from agentsandbox.session.levels.process import Feed, ShellProcess, Tail, closing
+from agentsandbox.session.levels.results import outcome
 from agentsandbox.session.levels.store import Store
 from agentsandbox.session.output import HeadTail
 
@@ -183,10 +184,10 @@ class ShellSession:
             if call.raised is not None:
                 raise call.raised
             if heads is None:
-                result = await self._commands.outcome(call)
+                result = await outcome(self._commands.store, call)
             else:
                 sizes = heads[0].size, heads[1].size
-                result = await self._commands.outcome(call, (heads[0].take(), heads[1].take()), sizes)
+                result = await outcome(self._commands.store, call, (heads[0].take(), heads[1].take()), sizes)
             size = result.sizes.stdout + result.sizes.stderr
         except BaseException:
             await self._commands.kill(call)
@@ -221,7 +222,7 @@ class ShellSession:
             while call.pid is None and not call.done.is_set():
                 await call.changed.wait()
             if call.pid is None:
-                await self._commands.outcome(call)
+                await outcome(self._commands.store, call)
         except BaseException:
             await self._commands.kill(call)
             self._commands.release(call)
@@ -236,8 +237,9 @@ class ShellSession:
 
         async def send() -> None:
             try:
-                async for piece in pieces:
-                    await feed.send(piece)
+                async with closing(pieces):
+                    async for piece in pieces:
+                        await feed.send(piece)
                 await feed.end()
             except anyio.BrokenResourceError:
                 pass  # it reads no more

@@ -14,7 +14,8 @@ from agentsandbox.session.levels import bulk
 from agentsandbox.session.levels.scripts import quote
 
 if TYPE_CHECKING:
-    from agentsandbox.session.levels.control import Control, Reply
+    from agentsandbox.session.levels.asking import Reply
+    from agentsandbox.session.levels.control import Control
 
 __all__ = ["TRANSFER", "Store"]
 
@@ -132,7 +133,10 @@ class Store:
                 await self._no_room(name)
             return
         path = quote(f"{self.control.facts['state']}/{name}")
-        code = f'umask 077;head -c {len(data)} >{path}||exit 1;[ "$(($(wc -c <{path})))" = {len(data)} ]'
+        # What was cut off may still write: only what came whole gets the name.
+        part = f"{path}.$$"
+        code = f'umask 077;head -c {len(data)} >{part};[ "$(($(wc -c <{part})))" = {len(data)} ]&&mv {part} {path}'
+        code = f"{code}||{{ rm -f {part};exit 1;}}"
         for _ in range(2):  # it may have been cut short on the way
             if (await self.transfer(code, data=data)).exit_code == 0:
                 return

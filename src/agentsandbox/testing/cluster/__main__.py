@@ -9,8 +9,10 @@ standard input ends.
 from __future__ import annotations
 
 import argparse
+import json
 import resource
 import sys
+from pathlib import Path
 
 import anyio
 import anyio.to_thread
@@ -28,6 +30,10 @@ async def serve(options: argparse.Namespace) -> None:
         print(cluster.url, flush=True)  # noqa: T201 - whoever started it waits for it
         await anyio.to_thread.run_sync(sys.stdin.buffer.read, abandon_on_cancel=True)
         print(cluster, flush=True)  # noqa: T201
+        if options.log is not None:
+            asked = (one for one in cluster.requests if one.get("dryRun") is None)
+            lines = [json.dumps([one.at, one.method, one.path]) + "\n" for one in asked]
+            options.log.write_text("".join(lines))
 
 
 def main() -> None:
@@ -39,6 +45,7 @@ def main() -> None:
     parser.add_argument("--process", choices=("real", "echo-runner"), default="real")
     parser.add_argument("--tls", action="store_true")
     parser.add_argument("--no-events", action="store_true")
+    parser.add_argument("--log", type=Path, help="a file to write at the end: when, method and path of every request")
     options = parser.parse_args()
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

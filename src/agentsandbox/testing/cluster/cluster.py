@@ -18,12 +18,14 @@ from anyio import AsyncContextManagerMixin
 from agentsandbox.errors import ConfigurationError
 from agentsandbox.testing.cluster import certificates, statuses
 from agentsandbox.testing.cluster.access import Access
+from agentsandbox.testing.cluster.agent_sandbox import AgentSandbox
 from agentsandbox.testing.cluster.clock import Clock, Names, Timing
 from agentsandbox.testing.cluster.containers import Runtime
 from agentsandbox.testing.cluster.faults import Faults, RequestRecord
 from agentsandbox.testing.cluster.images import Image
 from agentsandbox.testing.cluster.jobs import Jobs
 from agentsandbox.testing.cluster.kubelet import Kubelet
+from agentsandbox.testing.cluster.network import PLUGINS, Network
 from agentsandbox.testing.cluster.peers import Answer, well
 from agentsandbox.testing.cluster.removal import Removal
 from agentsandbox.testing.cluster.rest import Rest
@@ -63,6 +65,9 @@ class FakeCluster(AsyncContextManagerMixin):
         enforce_memory: Whether memory limits hold: the largest process of a container over it is killed.
         cgroup: The version of control groups that containers see.
         events: Whether to keep Events.
+        agent_sandbox: Whether the agent-sandbox controller is there, with its custom resources.
+        network: Which Pods without processes reach each other: ``none``, ``plain`` for all of them whatever network
+            policies say, ``enforcing`` for those that policies let; see :mod:`.network`.
         seed: For names and addresses.
 
     """
@@ -83,10 +88,14 @@ class FakeCluster(AsyncContextManagerMixin):
         enforce_memory: bool = False,
         cgroup: int = 1,
         events: bool = True,
+        agent_sandbox: bool = False,
+        network: Literal["none", "plain", "enforcing"] = "none",
         seed: int = 0,
     ) -> None:
         if process not in ("real", "echo-runner"):
             raise ConfigurationError(f'process is "real" or "echo-runner", not {process!r}')
+        if network not in PLUGINS:
+            raise ConfigurationError(f"network is one of {', '.join(PLUGINS)}, not {network!r}")
         names = [f"node{number + 1}" for number in range(nodes)] if isinstance(nodes, int) else nodes
         self.nodes = [node if isinstance(node, NodeSpec) else NodeSpec(name=node) for node in names]
         given = images if images is not None else {"host": "host"}
@@ -111,7 +120,10 @@ class FakeCluster(AsyncContextManagerMixin):
         self.streams = ExecStreams(self)
         self.runtime = Runtime(isolation=isolation, cgroup=cgroup)
         self.jobs = Jobs(self)
+        self.network_plugin = network
+        self.network = Network(self)
         self.kubelet = Kubelet(self)
+        self.agent_sandbox = AgentSandbox(self) if agent_sandbox else None
         self._removal = Removal(self)
         self._server = ApiServer(self)
         self._tls = tls
@@ -136,6 +148,8 @@ class FakeCluster(AsyncContextManagerMixin):
                         await self.runtime.start(group)
                     await group.start(self.kubelet.run)
                     await group.start(self.jobs.run)
+                    if self.agent_sandbox is not None:
+                        await group.start(self.agent_sandbox.run)
                     await group.start(self._removal.run)
                     self._furnish()
                     await self._server.start(self._context)

@@ -117,7 +117,7 @@ class ExecFault(_Fault):
     discard_stdin: int = 0
     """Throw the first messages of standard input away."""
     frame: int | None = None
-    """Cut output into messages of this size; -1 joins as much as there is."""
+    """Cut output into messages of this size; -1 joins all that the command writes into one."""
     split_status: int | None = None
     """Send the status in two messages, the first of that many bytes."""
     idle: float | None = None

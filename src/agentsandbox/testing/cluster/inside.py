@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 MAX_MESSAGE = 64 * 1024
 WATCH_EVERY = 0.02
 PAGE = resource.getpagesize()
+SYS_ADMIN = 21
 KINDS = (
     ("ipc", jail.CLONE_NEWIPC),
     ("uts", jail.CLONE_NEWUTS),
@@ -180,6 +181,8 @@ class ContainerHost(Host):
                 report: dict[str, Any] = {"namespaces": {}}
                 if self._plan is not None:
                     plan = dict(self._plan, slot=slot)
+                    if message.get("nested"):
+                        plan["nested"] = [SYS_ADMIN]
                     entering.mount_volumes(message.get("volumes") or (), plan)
                     report = {"namespaces": jail.enter(plan, channel)}
                     entering.counters(message)
@@ -273,20 +276,9 @@ class ContainerHost(Host):
 
     def _watch_memory(self, limited: list[Container]) -> None:
         """Do what the kernel does for a control group: kill the largest process of a container over its limit."""
-        groups: dict[str, list[tuple[int, int]]] = {}
-        for name in os.listdir("/proc"):
-            if name.isdigit():
-                try:
-                    space = os.readlink(f"/proc/{name}/ns/pid")
-                    with open(f"/proc/{name}/statm") as file:
-                        groups.setdefault(space, []).append((int(file.read().split()[1]) * PAGE, int(name)))
-                except (OSError, ValueError, IndexError):
-                    continue
+        groups = _groups([container.pid for container in limited])
         for container in limited:
-            try:
-                members = groups.get(os.readlink(f"/proc/{container.pid}/ns/pid"), [])
-            except OSError:
-                continue
+            members = groups.get(container.pid, [])
             if container.memory is None or sum(size for size, _ in members) <= container.memory:
                 continue
             victim = max(members)[1]
@@ -298,6 +290,33 @@ class ContainerHost(Host):
                 jail.write_text(f"/proc/{container.pid}/root{path}", words)
             with contextlib.suppress(ProcessLookupError):
                 os.kill(victim, signal.SIGKILL)
+
+
+def _groups(firsts: list[int]) -> dict[int, list[tuple[int, int]]]:
+    """Return the processes of containers with their sizes, by first process: who is in its namespace, or below such."""
+    spaces: dict[str, int] = {}
+    sizes: dict[int, int] = {}
+    parents: dict[int, int] = {}
+    owner: dict[int, int] = {}
+    for first in firsts:
+        with contextlib.suppress(OSError):
+            spaces[os.readlink(f"/proc/{first}/ns/pid")] = first
+    for pid in [int(name) for name in os.listdir("/proc") if name.isdigit()]:
+        with contextlib.suppress(OSError, ValueError, IndexError):
+            with open(f"/proc/{pid}/statm") as file:
+                sizes[pid] = int(file.read().split()[1]) * PAGE
+            with open(f"/proc/{pid}/stat") as file:
+                parents[pid] = int(file.read().rpartition(")")[2].split()[1])
+            if (first := spaces.get(os.readlink(f"/proc/{pid}/ns/pid"), 0)) > 0:
+                owner[pid] = first
+    found: dict[int, list[tuple[int, int]]] = {}
+    for pid, size in sizes.items():
+        above = pid
+        while above and above not in owner:
+            above = parents.get(above, 0)
+        if above:
+            found.setdefault(owner[above], []).append((size, pid))
+    return found
 
 
 def main(config: Mapping[str, Any]) -> None:

@@ -36,8 +36,9 @@ def well(_request: dict[str, Any]) -> tuple[int, bytes]:
 class _Runner:
     """A runner as its driver sees it; it outlives its streams."""
 
-    def __init__(self, answer: Answer) -> None:
+    def __init__(self, answer: Answer, end: Callable[[int], None]) -> None:
         self.connection = Connection(frames.TO_RUNNER)
+        self.end = end
         self.stream: EchoStream | None = None
         self.commands = 0
         self.files: dict[str, bytes] = {}
@@ -47,6 +48,8 @@ class _Runner:
     def act(self, frame: frames.Frame) -> None:
         if frame.type == frames.START:
             self._start(frame.command, frames.load(frame.payload))
+        elif frame.type == frames.SHUTDOWN:
+            self.end(int(frames.load(frame.payload).get("code") or 0) if frame.payload else 0)
         elif frame.type == frames.PING:
             self.connection.send(frames.PONG, 0, frame.payload)
         elif frame.type == frames.STDIN and frame.command in self._writing:
@@ -164,7 +167,7 @@ class EchoContainer:
     def __init__(self, answer: Answer = well) -> None:
         self.output: list[int] = []
         self.out_of_memory = False
-        self.runner = _Runner(answer)
+        self.runner = _Runner(answer, self.exit)
         self.code = 137
         self.gone = anyio.Event()
         """Set when it has ended."""

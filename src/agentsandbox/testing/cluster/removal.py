@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import anyio
@@ -43,15 +44,21 @@ class Removal:
             while True:
                 while self._gone:
                     owner = self._gone.pop()
-                    for stored in self._store.all(self._pods, owner.namespace):
-                        owners = stored.object["metadata"].get("ownerReferences") or ()
-                        if any(one.get("uid") == owner.uid for one in owners):
-                            self.delete(stored, None)
+                    for stored in self._dependents(owner):
+                        self.delete(stored, None)
                     self._empty_namespaces()
                 self._wake = anyio.Event()
                 await self._wake.wait()
         finally:
             unsubscribe()
+
+    def _dependents(self, owner: Stored) -> Iterator[Stored]:
+        for resource in self._store.resources.values():
+            if resource is self._pods or resource.kind == "Sandbox":
+                for stored in self._store.all(resource, owner.namespace):
+                    owners = stored.object["metadata"].get("ownerReferences") or ()
+                    if any(one.get("uid") == owner.uid for one in owners):
+                        yield stored
 
     def _hear(self, event: Event) -> None:
         if event.type == "DELETED" and event.now.resource.kind != "Event":

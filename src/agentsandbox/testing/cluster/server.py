@@ -190,6 +190,11 @@ class ApiServer:
                 "apiVersion": "v1",
                 "groups": [_group(name, versions) for name, versions in groups.items()],
             }
+        if (asked := re.fullmatch(r"/apis/([^/]+)", path)) is not None:
+            served_as = list(dict.fromkeys(one.version for one in resources if one.group == asked[1]))
+            if not served_as:
+                raise Refusal(404, "NotFound", "the server could not find the requested resource", {})
+            return {"kind": "APIGroup", "apiVersion": "v1", **_group(asked[1], served_as)}
         found = re.fullmatch(r"/api/(v1)|/apis/([^/]+)/([^/]+)", path)
         if found is None:
             return None

@@ -47,7 +47,7 @@ async def start(worker: Worker) -> Container | EchoContainer:
     cluster, pod = worker.cluster, worker.pod
     spec = pod["spec"]["containers"][0]
     if cluster.process == "echo-runner":
-        return EchoContainer(cluster.answer)
+        return EchoContainer(cluster.network.answering(pod, cluster.answer))
     image = worker.kubelet.image(spec["image"])
     assert image is not None
     outer, inner = pod["spec"].get("securityContext") or {}, spec.get("securityContext") or {}
@@ -72,6 +72,7 @@ async def start(worker: Worker) -> Container | EchoContainer:
         user=None if user is None else str(user),
         group=group,
         drop=dropped(inner.get("capabilities") or {}),
+        nested="SYS_ADMIN" in ((inner.get("capabilities") or {}).get("add") or ()),
         memory=int(quantity(limit)) if limit and cluster.enforce_memory else None,
         volumes=[
             (kept[mount["name"]], mount["mountPath"], files.get(mount["name"], {}))

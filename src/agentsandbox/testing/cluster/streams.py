@@ -152,6 +152,7 @@ class _Stream:
         self._v5 = protocol == V5
         self._sent = 0
         self._silent = False
+        self._joined: dict[int, list[bytes]] = {}
         self._discard = fault.discard_stdin if fault is not None else 0
 
     async def run(self, container: Container | EchoContainer, argv: list[str], *, stdin: bool, tty: bool) -> None:
@@ -247,7 +248,10 @@ class _Stream:
                 if fault.cut:
                     self._abort()
                 return
-        size = fault.frame if fault is not None and fault.frame is not None and fault.frame > 0 else len(data)
+        if fault is not None and fault.frame == -1:
+            self._joined.setdefault(channel, []).append(data)
+            return
+        size = fault.frame if fault is not None and fault.frame is not None else len(data)
         for start in range(0, len(data), size):
             await self._socket.send_bytes(bytes((channel,)) + data[start : start + size])
         self._sent += len(data)
@@ -265,6 +269,8 @@ class _Stream:
                 self._abort()
                 return
             await anyio.sleep_forever()
+        for channel, pieces in self._joined.items():
+            await self._socket.send_bytes(bytes((channel,)) + b"".join(pieces))
         if fault is not None and fault.status_frame is not None:
             status = fault.status_frame
         if status:

@@ -86,7 +86,8 @@ def test_p48_failures_are_told_apart(case, cause, permanent, over, error, kind):
 
     assert (failure.cause, failure.permanent, failure.over) == (cause, permanent, over)
     assert (type(raised), verdict.kind, verdict.retryable) == (error, kind, not permanent)
-    assert str(raised) == f"{failure.reason}: {failure.message}"
+    hint = f"; {failure.hint}" if failure.hint else ""
+    assert str(raised) == f"{failure.reason}: {failure.message}{hint}"
 
 
 def test_what_a_pod_is_stands_in_its_state():

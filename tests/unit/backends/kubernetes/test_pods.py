@@ -48,7 +48,7 @@ def cluster_of(tmp_path):
     @asynccontextmanager
     async def run(*, images=None, options=None, clean=True, **cluster_options):
         found = {"host": "host", **(images or {})}
-        async with FakeCluster(images=found, timing=Timing(second=0.1), **cluster_options) as cluster:
+        async with FakeCluster(images=found, timing=Timing(second=0.1, observe=0.5), **cluster_options) as cluster:
             backend = KubernetesBackend(kubeconfig=cluster.kubeconfig(tmp_path), **(options or {}))
             backend.seen = []
             backend.sink = backend.seen.append
@@ -378,6 +378,38 @@ async def test_an_image_changes_in_place(cluster_of):
             assert image == sandbox.state.image
         made = [request for request in cluster.asked("POST", r"/pods$") if request.get("dryRun") is None]
         assert 1 == len(made)
+
+
+def with_record(backend, sandbox):
+    """Have the watch know of a container that ended and was not removed."""
+    ended = {"exitCode": 42, "reason": "Error", "containerID": "containerd://0"}
+    backend._reflector.get(sandbox.uid)["status"]["containerStatuses"][0]["lastState"] = {"terminated": ended}
+
+
+async def test_a_record_of_an_ended_container_is_cleared_before_the_image_changes(cluster_of):
+    """With one the kubelet could back off, so the container is made anew once more; else it is not."""
+    async with cluster_of(images={"b": Image(env={"WHO": "b"})}) as (_cluster, backend):
+        sandbox = await backend.create(HOST, "sb-1")
+        with_record(backend, sandbox)
+        for image, restarts in (("b", 2), ("host", 3)):
+            sandbox = await backend.change_image(sandbox, SandboxSpec(image=image))
+            assert (image, restarts) == (sandbox.state.image, sandbox.identity.restarts)
+        with_record(backend, sandbox)
+        sandbox = await backend.restart(sandbox)
+        assert 4 == sandbox.identity.restarts
+        await sandbox.check()
+
+
+async def test_a_change_that_fails_half_way_leaves_nothing(cluster_of):
+    """If the container was made anew and the image is not there, the sandbox that was asked for can be removed."""
+    async with cluster_of() as (cluster, backend):
+        sandbox = await backend.create(HOST, "sb-1")
+        with_record(backend, sandbox)
+        with pytest.raises(ProvisionError):
+            await backend.change_image(sandbox, SandboxSpec(image="nothing"))
+        await backend.destroy(sandbox)
+        assert [] == cluster.pods()
+        assert {} == backend._sandboxes
 
 
 async def test_a_server_without_the_rule_recycles_nothing(cluster_of):

@@ -3,8 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import anyio
@@ -26,13 +26,11 @@ if TYPE_CHECKING:
 
 SHELLS = ("dash", "bash", "busybox")
 
-SETUP = """
-mkdir -p /tmp/shells/dash /tmp/shells/bash /tmp/shells/busybox
-ln -s "$(command -v dash)" /tmp/shells/dash/sh
-ln -s "$(command -v bash)" /tmp/shells/bash/sh
-b=$(command -v busybox) && for a in $($b --list); do ln -s "$b" "/tmp/shells/busybox/$a"; done
-ls /tmp/shells/*/sh
-"""
+SETUP = {
+    **{name: f'ln -s "$(command -v {name})" /tmp/shell/sh' for name in ("dash", "bash")},
+    "busybox": "busybox --install -s /tmp/shell",
+}
+"""What puts a shell into ``/tmp/shell``, as ``sh``; busybox with its other programs."""
 
 
 class LocalConnection:
@@ -164,7 +162,7 @@ class LocalConnect:
 
 def path_of(shell: str) -> str:
     """Return a PATH on which ``sh`` is that shell."""
-    return "/tmp/shells/busybox" if shell == "busybox" else f"/tmp/shells/{shell}:/usr/bin:/bin"
+    return "/tmp/shell" if shell == "busybox" else "/tmp/shell:/usr/bin:/bin"
 
 
 class ShellBackend(LocalBackend):
@@ -183,7 +181,8 @@ class ShellBackend(LocalBackend):
     async def create(self, spec: SandboxSpec, name: str) -> BackendSandbox:
         sandbox = await super().create(spec, name)
         runner = sandbox.session
-        await runner.exec(Command(command=SETUP))
+        made = await runner.exec(Command(command=f"mkdir /tmp/shell && {SETUP[self.shell]}"))
+        made.check()
         sandbox.connect = LocalConnect(runner, self.group, path_of(self.shell))
         if self.wrap is not None:
             sandbox.connect.wrap = self.wrap
@@ -196,14 +195,34 @@ class ShellBackend(LocalBackend):
         return sandbox
 
 
+SHARED: list[ShellBackend] = []
+"""What makes the sandboxes of a module's tests, while there is one: starting it takes longer than most tests."""
+
+
+@asynccontextmanager
+async def shared_backend() -> AsyncIterator[None]:
+    """Have one backend make all sandboxes that need no limits of their own."""
+    backend = ShellBackend()
+    async with backend.running():
+        SHARED.append(backend)
+        try:
+            yield
+        finally:
+            SHARED.clear()
+
+
 @asynccontextmanager
 async def shell_sandbox(
-    shell: str = "dash", *, wrap: Any = None, disk_limit: int = 1024**3, max_processes: int = 1024, **options: Any
+    shell: str = "dash", *, wrap: Any = None, limits: Mapping[str, int] | None = None, **options: Any
 ) -> AsyncIterator[tuple[ShellSession, LocalConnect, Session]]:
     """Make one sandbox: its shell session, the connections that it made, and the runner that carries them."""
-    backend = ShellBackend(disk_limit=disk_limit, max_processes=max_processes)
-    backend.shell, backend.options, backend.wrap = shell, options, wrap
-    async with backend.running():
+    async with AsyncExitStack() as stack:
+        if limits is None and SHARED:
+            backend = SHARED[0]
+        else:
+            backend = ShellBackend(**(limits or {}))
+            await stack.enter_async_context(backend.running())
+        backend.shell, backend.options, backend.wrap = shell, options, wrap
         sandbox = await backend.create(SandboxSpec(image="host"), "one")
         try:
             yield sandbox.session, sandbox.connect, sandbox.runner

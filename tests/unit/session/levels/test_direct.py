@@ -211,6 +211,22 @@ async def test_p08_stdin_is_sent_and_ended() -> None:
         assert (server.connections[-1].sent, server.connections[-1].stdin_ended) == (b"hello", True)
 
 
+async def test_what_input_raises_is_passed_on() -> None:
+    """What the caller's own input raises reaches the caller as it is; pieces before it were sent."""
+
+    async def pieces(count: int) -> AsyncIterator[bytes]:
+        for _ in range(count):
+            yield b"ab"
+        raise LookupError("no more")
+
+    server = Server()
+    for count in (0, 2):
+        async with session_with(server) as session:
+            with pytest.raises(LookupError, match="no more"):
+                await session.exec(Command(command=["cat"]), stdin=pieces(count))
+        assert server.connections[-1].sent == b"ab" * count
+
+
 async def test_p08_stdin_that_cannot_be_ended_is_refused() -> None:
     """Where the server cannot end standard input, a command with one is refused before it starts."""
     server = Server("v4.channel.k8s.io")

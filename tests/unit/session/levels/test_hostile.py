@@ -9,9 +9,9 @@ from shells import shell_sandbox
 
 from agentsandbox.errors import CommandError, OutputLimitExceeded, SandboxLost
 from agentsandbox.models.command import Command, ExecResult
-from agentsandbox.session.levels import commands
+from agentsandbox.session.levels import commands, results
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("backend")]
 
 KEY = "key=$(cat /var/tmp/.agentsandbox-*/key);"
 
@@ -117,7 +117,7 @@ async def test_removing_our_state_and_a_cut_connection() -> None:
 
 async def test_a_full_disk(shell: str) -> None:
     """When the disk is full, a result is complete or it is none; and afterwards the disk can be cleaned up."""
-    async with shell_sandbox(shell, disk_limit=64 * 1024**2) as (session, _, __):
+    async with shell_sandbox(shell, limits={"disk_limit": 64 * 1024**2}) as (session, _, __):
         script = "cat /dev/zero > fill 2>/dev/null; seq 1 20000; rm fill; exit 3"
         found = await outcome(session, script)
         if isinstance(found, SandboxLost):
@@ -129,7 +129,7 @@ async def test_a_full_disk(shell: str) -> None:
 
 async def test_a_disk_that_stays_full() -> None:
     """On a full disk a command fails with an error that says so; none is ever taken for a success."""
-    async with shell_sandbox(disk_limit=64 * 1024**2) as (session, _, __):
+    async with shell_sandbox(limits={"disk_limit": 64 * 1024**2}) as (session, _, __):
         await outcome(session, "cat /dev/zero > fill 2>/dev/null; exit 0")
         try:
             found = await outcome(session, "seq 1 20000")
@@ -138,6 +138,22 @@ async def test_a_disk_that_stays_full() -> None:
         else:
             assert isinstance(found, SandboxLost)
             assert found.reason in ("disk_full", "output_lost", "killed")
+
+
+async def test_input_that_cannot_be_kept_is_told() -> None:
+    """Standard input that finds no room, or whose place is gone, is an error that says so; nothing ran without it."""
+    async with shell_sandbox(limits={"disk_limit": 64 * 1024**2}) as (session, _, runner):
+        await runner.exec(Command(command="cat /dev/zero > fill 2>/dev/null"))
+        with anyio.fail_after(60), pytest.raises(SandboxLost, match="disk_full"):
+            await session.exec(Command(command="cat >/dev/null; echo ran >/dev/shm/ran"), stdin=b"x" * 3_000_000)
+        assert not (await runner.exec(Command(command="cat /dev/shm/ran"))).ok
+
+    async with shell_sandbox() as (session, _, runner):
+        await runner.exec(Command(command="rm -rf /var/tmp/.agentsandbox-*"))
+        with anyio.fail_after(60), pytest.raises(SandboxLost, match="no_state"):
+            await session.exec(Command(command="cat >/dev/null; echo ran > ran"), stdin=b"x")
+        assert not session.alive
+        assert not (await runner.exec(Command(command="cat ran"))).ok
 
 
 async def test_stopped_processes_are_killed() -> None:
@@ -159,9 +175,11 @@ async def test_a_process_that_hides_does_not_hold_the_call() -> None:
 
 
 @pytest.mark.parametrize("name", ["dash", "busybox"])  # bash tries for a quarter of a minute
-async def test_no_process_left_for_ours(name: str) -> None:
+async def test_no_process_left_for_ours(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """When no process can be made any more, a result is complete or there is none."""
-    async with shell_sandbox(name, max_processes=48) as (session, _, __):
+    for constant, seconds in {"BORN": 0.5, "LOOK": 0.2, "KILL_LAST": 0.5}.items():
+        monkeypatch.setattr(commands, constant, seconds)
+    async with shell_sandbox(name, limits={"max_processes": 48}) as (session, _, __):
         found = await outcome(session, "i=0; while [ $i -lt 60 ]; do sleep 348 & i=$((i+1)); done; echo all")
         assert isinstance(found, SandboxLost) or found.stdout == b""
         for _ in range(3):
@@ -179,7 +197,7 @@ async def test_no_process_left_for_ours(name: str) -> None:
 
 async def test_output_beyond_all_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
     """Output that would fill the disk of the node ends the command, with an error."""
-    monkeypatch.setattr(commands, "SPOOL_LIMIT", 1024**2)
+    monkeypatch.setattr(results, "SPOOL_LIMIT", 1024**2)
     monkeypatch.setattr(commands, "LOOK", 0.1)
     async with shell_sandbox() as (session, _, __):
         with anyio.fail_after(60), pytest.raises(OutputLimitExceeded):

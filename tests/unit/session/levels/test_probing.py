@@ -15,7 +15,7 @@ from agentsandbox.models.sandbox import ExecLevel
 from agentsandbox.session.levels import Probed, probe
 from agentsandbox.transport.websocket import ExecStatus
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("backend")]
 
 
 class Image:

@@ -4,17 +4,20 @@
 from __future__ import annotations
 
 import copy
+import re
 from typing import Any
 
 import anyio
 import pytest
-from shells import LocalConnection, shell_sandbox
+from shells import LocalConnect, LocalConnection, shell_sandbox
 
-from agentsandbox.errors import ApiUnavailable, CommandTimeout, NotFound, SandboxLost, StreamBroken
+from agentsandbox.errors import ApiUnavailable, CommandTimeout, NotFound, SandboxLost, StartError, StreamBroken
 from agentsandbox.models.command import Command
+from agentsandbox.session.levels import commands, control
 from agentsandbox.session.levels.scripts import PROGRAM
+from agentsandbox.transport.exec import STDERR
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("backend")]
 
 SCRIPT = "echo ran >> runs; seq 1 30000; echo error >&2; exit 7"
 NUMBERS = b"".join(b"%d\n" % i for i in range(1, 30_001))
@@ -229,3 +232,103 @@ async def test_time_limits_hold_without_a_connection() -> None:
 
         assert caught.value.stdout == b"before\n"
         assert b"sleep 341" not in alive.stdout
+
+
+async def test_a_death_that_was_told_to_nobody_is_asked_for_again() -> None:
+    """A command is killed and known to be dead, also when the connection is lost just before that is told."""
+    async with shell_sandbox() as (session, connect, _):
+        first = connect.connections[0]
+        receive = first.receive
+
+        async def cut_before_the_news() -> tuple[int, bytes]:
+            channel, data = await receive()
+            if channel == STDERR and b" K " in data:
+                first.cut()
+                raise anyio.BrokenResourceError
+            return channel, data
+
+        first.receive = cut_before_the_news  # type: ignore[method-assign]
+        with anyio.fail_after(60), pytest.raises(CommandTimeout) as caught:
+            await session.exec(Command(command="echo before; sleep 349", timeout=0.3))
+        alive = await session.exec(Command(command="cat /proc/[0-9]*/cmdline | tr '\\0' ' '"))
+
+        assert caught.value.stdout == b"before\n"
+        assert b"sleep 349" not in alive.stdout
+        assert len(connect.connections) == 2
+
+
+async def test_a_request_that_ends_every_shell_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What ends each shell that is asked for it is not asked for ever, however well all else is answered."""
+    monkeypatch.setattr(control, "ATTACH_WAIT", 0.01)
+    async with shell_sandbox() as (session, connect, _):
+
+        async def ask_for_more() -> None:
+            with pytest.raises(SandboxLost):
+                while True:
+                    await session._control.request(":")
+
+        with anyio.fail_after(60):
+            async with anyio.create_task_group() as group:
+                group.start_soon(ask_for_more)
+                with pytest.raises(StreamBroken, match="6 times over the same request"):
+                    await session._control.request("exit 3")
+
+        assert not session.alive
+        assert len(connect.connections) == 1 + control.FRUITLESS - 1
+
+
+def rewrite_news_of_death(connect: LocalConnect, news: bytes) -> None:
+    """Have the driver hear something else when a command was killed."""
+
+    def wrap(_: int, connection: LocalConnection) -> LocalConnection:
+        receive = connection.receive
+
+        async def rewritten() -> tuple[int, bytes]:
+            channel, data = await receive()
+            return channel, re.sub(rb" K (\d+)", news, data) if channel == STDERR else data
+
+        connection.receive = rewritten  # type: ignore[method-assign]
+        return connection
+
+    connect.wrap = wrap
+    wrap(0, connect.connections[0])
+
+
+async def test_a_death_that_is_never_confirmed_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """When nothing ever says that a command is dead, the sandbox is given up, and the call ends."""
+    for constant, seconds in {"GRACE": 0.1, "KILL_LAST": 0.1, "KILL_AGAIN": 0.1}.items():
+        monkeypatch.setattr(commands, constant, seconds)
+    async with shell_sandbox() as (session, connect, _):
+        rewrite_news_of_death(connect, rb" ? \1")
+        with anyio.fail_after(60), pytest.raises(SandboxLost, match="the death of command 1 was not confirmed"):
+            await session.exec(Command(command="sleep 350", timeout=0.3))
+
+        assert not session.alive
+
+
+async def test_what_cannot_be_killed_is_named() -> None:
+    """A sandbox with a process that outlives its killing is given up, and the process named."""
+    async with shell_sandbox() as (session, connect, _):
+        rewrite_news_of_death(connect, b" K \\1 %d" % int(session.facts["pid"]))
+        with anyio.fail_after(60), pytest.raises(SandboxLost, match=r"unkillable.*sh -c"):
+            await session.exec(Command(command="sleep 350", timeout=0.3))
+
+        assert not session.alive
+
+
+async def test_a_command_that_nothing_took_up_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A command that the sandbox was told of, and of which there is no trace there, did not start, and never will."""
+    monkeypatch.setattr(commands, "BORN", 0.2)
+    monkeypatch.setattr(commands, "LOOK", 0.1)
+    async with shell_sandbox() as (session, _, __):
+        running = session._commands
+        call = running.register(Command(command="echo ran >> runs"))
+        call.began = call.asked = anyio.current_time()
+        running._wakeup.set()
+        with anyio.fail_after(60):
+            await running.wait(call)
+        await running.start(call, "null")  # it may have been on its way all the time
+
+        with pytest.raises(StartError, match="no process"):
+            raise call.error()
+        assert not (await session.exec(Command(command="sleep 0.2; cat runs"))).ok

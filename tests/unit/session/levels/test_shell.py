@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import anyio
+import anyio.lowlevel
 import pytest
 from shells import shell_sandbox
 from test_direct import Scripted, refusal
@@ -29,7 +30,7 @@ from agentsandbox.session.levels import ShellSession
 from agentsandbox.session.levels.call import Record
 from agentsandbox.session.levels.scripts import BOOT
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("backend")]
 
 
 async def test_facts_and_repr(shell: str) -> None:
@@ -210,6 +211,82 @@ async def test_leftovers_are_named(shell: str) -> None:
         result = await session.exec(Command(command="sleep 345 >/dev/null 2>&1 & setsid sleep 346 & sleep 0.1; echo x"))
         assert sorted(process.command for process in result.leftovers) == ["sleep 345", "sleep 346"]
         assert result.stdout == b"x\n"
+
+
+async def test_live_processes_that_do_not_start() -> None:
+    """A live process that cannot start is a start error, as every command; the sandbox is still good."""
+    async with shell_sandbox() as (session, _, __):
+        with anyio.fail_after(30):
+            with pytest.raises(CommandNotFound, match="no-such-program"):
+                await session.open_process(Command(command=["no-such-program"]))
+            async with await session.open_process(Command(command=["cat"])) as process:
+                await process.stdin.send(b"x")
+                await process.stdin.aclose()
+                await process.stdin.aclose()
+                with pytest.raises(anyio.ClosedResourceError):
+                    await process.stdin.send(b"y")
+                assert [data async for data in process.stdout] == [b"x"]
+                assert (await process.wait(), process.running) == (await process.wait(), False)
+            await process.aclose()
+
+
+async def test_a_generator_of_input_is_closed_when_the_command_has_ended() -> None:
+    """What gives input is closed when the command ends before it has taken everything."""
+    closed = 0
+
+    async def pieces() -> AsyncIterator[bytes]:
+        nonlocal closed
+        try:
+            while True:
+                yield bytes(1024 * 1024)
+        finally:
+            await anyio.lowlevel.checkpoint()
+            closed += 1
+
+    async with shell_sandbox() as (session, _, __):
+        assert (await session.exec(Command(command=["head", "-c", "1"]), stdin=pieces())).stdout == b"\0"
+        assert (await session.exec(Command(command=["true"]), stdin=pieces())).ok
+    assert closed == 2
+
+
+async def test_input_that_nobody_takes() -> None:
+    """Input waits when the process does not read it, and is refused when it has ended."""
+    async with shell_sandbox() as (session, _, __):
+        with anyio.fail_after(30):
+            async with await session.open_process(Command(command="sleep 0.7")) as process:
+                with pytest.raises(anyio.BrokenResourceError):
+                    for _ in range(1000):
+                        await process.stdin.send(bytes(1024 * 1024))
+                assert (await process.wait()).exit_code == 0
+
+
+async def test_what_makes_no_sense_is_refused() -> None:
+    """Input that is no bytes, and names that no file can have, are refused before anything is asked for."""
+    async with shell_sandbox() as (session, _, __):
+        with pytest.raises(ConfigurationError, match="not str"):
+            await session.exec(Command(command=["cat"]), stdin="text")
+        with pytest.raises(ValueError, match="null byte"):
+            await session.read_file("a\0b")
+        assert session._commands.count == 0
+
+
+async def test_reprs_show_the_state() -> None:
+    """Each part of a session shows its state in one line."""
+    async with shell_sandbox() as (session, _, __):
+        commands = session._commands
+        call = commands.register(Command(command="sleep 351"))
+        assert repr(call) == "<Call 1 [starting]>"
+        assert repr(commands) == "<Commands [1 running of 1]>"
+        assert repr(commands.control) == "<Control [attached, connection 1, 0 requests waiting]>"
+        assert repr(commands.store) == f"<Store {session.facts['state']}>"
+        await commands.start(call, "null")
+        while call.pid is None:
+            await call.changed.wait()
+        assert repr(call) == "<Call 1 [running]>"
+        await commands.kill(call)
+        assert repr(call) == "<Call 1 [ended]>"
+        commands.release(call)
+    assert repr(commands.control) == "<Control [closed, connection 1, 0 requests waiting]>"
 
 
 async def test_p23_limits_of_a_live_process() -> None:

@@ -8,6 +8,7 @@ import sys
 
 import anyio
 import pytest
+from anyio.streams.buffered import BufferedByteReceiveStream
 
 from agentsandbox.backends.kubernetes.api import KubernetesApi
 from agentsandbox.errors import SandboxLost
@@ -113,7 +114,8 @@ async def test_in_a_process_of_its_own(tmp_path) -> None:
     file = tmp_path / "kubeconfig"
     command = [sys.executable, "-m", "agentsandbox.testing.cluster", str(file), "--process", "echo-runner"]
     async with await anyio.open_process(command, stdin=subprocess.PIPE, stderr=None) as process:
-        url = (await process.stdout.receive()).decode().strip()
+        lines = BufferedByteReceiveStream(process.stdout)
+        url = (await lines.receive_until(b"\n", 1000)).decode()
         api = await KubernetesApi.connect(kubeconfig=str(file), max_connections=4)
         try:
             assert api.host == url
@@ -121,5 +123,5 @@ async def test_in_a_process_of_its_own(tmp_path) -> None:
         finally:
             await api.aclose()
         await process.stdin.aclose()
-        assert (await process.stdout.receive()).startswith(b"<FakeCluster ")
+        assert (await lines.receive_until(b"\n", 1000)).startswith(b"<FakeCluster ")
         assert await process.wait() == 0
