@@ -25,6 +25,9 @@ SUPPORTED = nox.project.python_versions(PYPROJECT)
 TOTAL_COVERAGE = 92
 """Percent of lines and branches, over everything that can be measured from the tests' own process."""
 
+LEVELS_COVERAGE = 90
+"""The same, of the lower exec levels."""
+
 COMPLETE = [
     "errors.py",
     "models/*",
@@ -142,7 +145,7 @@ def doubles(session: nox.Session) -> None:
     files = [f"tests/{name}" for name in OVER_DOUBLES]
     env = measure(session, *files, *session.posargs, options=OF_DOUBLES[:1])
     if not session.posargs:
-        session.run("coverage", "report", f"--fail-under={TOTAL_COVERAGE}", *OF_DOUBLES, env=env)
+        session.run("coverage", "report", f"--fail-under={LEVELS_COVERAGE}", *OF_DOUBLES, env=env)
 
 
 @nox.session
