@@ -111,7 +111,7 @@ def test_plugin_is_cheap_until_used(pytester: pytest.Pytester) -> None:
 
         def test_modules():
             loaded = {name.split(".")[1] for name in sys.modules if name.startswith("agentsandbox.")}
-            assert loaded == {"errors", "models", "pytest_plugin"}
+            assert loaded == {"_kinds", "errors", "models", "pytest_plugin"}
             assert "kubernetes_asyncio" not in sys.modules
     """)
     pytester.runpytest_subprocess().assert_outcomes(passed=1)
