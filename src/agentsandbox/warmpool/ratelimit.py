@@ -15,6 +15,10 @@ class TokenBucket:
     """
     Allow ``rate`` calls a second on average, and ``burst`` of them at once.
 
+    What a full bucket gives at once is an advance: it fills again only after the time that it would have taken to give
+    as many one by one. So after a quiet time, with one second's worth as ``burst``, no more than ``rate`` are allowed
+    in the first second either.
+
     Args:
         rate: Tokens a second.
         burst: Most tokens that can be saved up; it starts with as many.
@@ -41,17 +45,21 @@ class TokenBucket:
         # Waiting exactly until next_at() must suffice in floating-point arithmetic too, also after months of uptime.
         if self._tokens < 1 - 1e-5:
             return False
+        if self._tokens >= self.burst:
+            self._at = now + (self.burst - 1) / self.rate
         self._tokens = max(0.0, self._tokens - 1)
         return True
 
     def next_at(self, now: float) -> float:
         """When the next token is there; ``now`` if one is."""
         self._fill(now)
-        return now + max(0.0, 1 - self._tokens) / self.rate
+        return now if self._tokens >= 1 else max(now, self._at) + (1 - self._tokens) / self.rate
 
     def set_rate(self, rate: float, now: float) -> None:
         """Change the rate from now on."""
         self._fill(now)
+        if self._at > now:  # what was advanced is paid back at the new rate
+            self._at = now + (self._at - now) * self.rate / rate
         self.rate = rate
 
     def _fill(self, now: float) -> None:

@@ -24,14 +24,27 @@ class Fixed(Random):
 
 
 def test_a_burst_and_then_the_rate():
-    """It starts full; afterwards tokens come one by one."""
+    """It starts full, which is an advance; when that time is over, tokens come one by one."""
     bucket = TokenBucket(2.0, 3, now=10.0)
 
     assert [True, True, True, False] == [bucket.take(10.0) for _ in range(4)]
-    assert 10.5 == bucket.next_at(10.0)
-    assert not bucket.take(10.4)
-    assert bucket.take(10.5)
-    assert not bucket.take(10.5)
+    assert 11.5 == bucket.next_at(10.0)
+    assert not bucket.take(11.4)
+    assert bucket.take(11.5)
+    assert not bucket.take(11.5)
+    assert 12.0 == bucket.next_at(11.5)
+
+
+def test_no_second_after_a_quiet_time_sees_more_than_the_rate():
+    """With one second's worth as burst, a crowd that comes at once is served at the rate from its first moment on."""
+    bucket, taken, now = TokenBucket(100.0, 100), [], 50.0
+    while len(taken) < 1000:
+        if bucket.take(now):
+            taken.append(now)
+        else:
+            now = bucket.next_at(now)
+
+    assert all(later - first > 0.989 for first, later in zip(taken, taken[100:], strict=False))
 
 
 def test_saved_tokens_are_capped_by_the_burst():
@@ -51,15 +64,22 @@ def test_a_clock_that_steps_back_gives_nothing():
 
 
 def test_a_new_rate_counts_from_now():
-    """What was saved at the old rate stays."""
+    """What was saved at the old rate stays, and what is left of an advance is paid back at the new one."""
+    bucket = TokenBucket(1.0, 10)
+    for _ in range(10):
+        bucket.take(0.0)
+    bucket.set_rate(10.0, 11.0)
+
+    assert [True, True, False] == [bucket.take(11.0) for _ in range(3)]
+    assert bucket.take(11.1)
+    assert "<TokenBucket [10/s, 0.000 of 10]>" == repr(bucket)
+
     bucket = TokenBucket(1.0, 10)
     for _ in range(10):
         bucket.take(0.0)
     bucket.set_rate(10.0, 2.0)
 
-    assert [True, True, False] == [bucket.take(2.0) for _ in range(3)]
-    assert bucket.take(2.1)
-    assert "<TokenBucket [10/s, 0.000 of 10]>" == repr(bucket)
+    assert 2.8 == pytest.approx(bucket.next_at(2.0))
 
 
 @pytest.mark.parametrize(("rate", "burst"), [(0, 1), (-1.0, 1), (math.nan, 1), (1.0, 0.5), (1.0, math.nan)])
