@@ -311,15 +311,22 @@ async def test_p42_cancelling_a_batch_leaves_nothing(seconds: float) -> None:
         assert (await pool.rollout(make(4), rollout=one)).valid_count == 4
 
 
+def waited_for_a_processor() -> float:
+    """Seconds for which this thread could have run, and others did; no fault of the loop."""
+    return int(Path("/proc/thread-self/schedstat").read_text().split()[1]) / 1e9
+
+
+@pytest.mark.timeout(120)
 async def test_p53_hundreds_of_rollouts_do_not_starve_the_loop() -> None:
     """300 rollouts at once end, the loop keeps ticking, and a full thread pool holds up nothing."""
     full, lags = threading.Event(), []
 
     async def tick() -> None:
         while True:
-            before = anyio.current_time()
+            before, starved = anyio.current_time(), waited_for_a_processor()
             await anyio.sleep(0.02)
-            lags.append(anyio.current_time() - before - 0.02)
+            late = anyio.current_time() - before - 0.02
+            lags.append(late - (waited_for_a_processor() - starved))
 
     async def solve(sandbox: Lease, episode: Episode) -> float:
         return float((await sandbox.exec("sleep 0.2")).ok)
@@ -332,7 +339,7 @@ async def test_p53_hundreds_of_rollouts_do_not_starve_the_loop() -> None:
             background.start_soon(anyio.to_thread.run_sync, full.wait)
         background.start_soon(tick)
         try:
-            with anyio.fail_after(30):
+            with anyio.fail_after(60):
                 result = await pool.rollout(make(300))
         finally:
             full.set()
@@ -340,7 +347,7 @@ async def test_p53_hundreds_of_rollouts_do_not_starve_the_loop() -> None:
 
     assert result.valid_count == 300
     assert pool.statistics().leased == 0
-    # On a machine that others use, too, single ticks may come late; a blocking call would delay many.
+    # The garbage collector may hold up single ticks; a blocking call would delay many.
     assert quantile(lags, 0.99) < 0.25
 
 
