@@ -51,11 +51,13 @@ OVER_DOUBLES = [
     "contract/test_conformance_agent_sandbox.py",
     "contract/test_conformance_cluster.py",
     "contract/test_residues_cluster_all.py",
-    "unit/session/levels",
 ]
-"""The lower exec levels, and the backend contract again at each of them: over the API server double and over shells."""
+"""The backend contract at each exec level, and every residue, over the API server double."""
 
-OF_DOUBLES = ["--omit=*/protocol/runner/*", "--include=*/agentsandbox/session/levels/*"]
+OVER_SHELLS = "unit/session/levels"
+"""The lower exec levels over plain shells."""
+
+OF_LEVELS = ["--omit=*/protocol/runner/*", "--include=*/agentsandbox/session/levels/*"]
 """What those tests are the only ones to measure."""
 
 OF_INSPECT = ["adapters/test_inspect.py", "contract/test_inspect_cluster.py"]
@@ -114,7 +116,7 @@ def measure(session: nox.Session, *arguments: str, options: Sequence[str] = ()) 
 def run_tests(session: nox.Session) -> None:
     """Run the suite, or a selection of it, and hold the whole suite to the coverage thresholds."""
     install_package(session, *groups("test"))
-    others = ("adapters", "e2e", "examples", "runner", *OVER_DOUBLES, *OF_INSPECT)
+    others = ("adapters", "e2e", "examples", "runner", OVER_SHELLS, *OVER_DOUBLES, *OF_INSPECT)
     env = measure(session, *(session.posargs or [f"--ignore=tests/{name}" for name in others]))
     if session.posargs:
         session.log("a selection of tests says nothing about coverage: thresholds not checked")
@@ -145,12 +147,19 @@ def runner(session: nox.Session) -> None:
 
 @nox.session
 def doubles(session: nox.Session) -> None:
-    """Run the lower exec levels and the backend contract at each of them; ``-- ARGUMENTS`` are pytest's."""
+    """Run the backend contract at each exec level, and every residue, over the API server double."""
     install_package(session, *groups("test"))
-    files = [f"tests/{name}" for name in OVER_DOUBLES]
-    env = measure(session, *files, *session.posargs, options=OF_DOUBLES[:1])
+    session.run("pytest", *(f"tests/{name}" for name in OVER_DOUBLES), *session.posargs)
+
+
+@nox.session
+def levels(session: nox.Session) -> None:
+    """Run the lower exec levels over plain shells and over the double, with coverage; ``-- ARGUMENTS`` are pytest's."""
+    install_package(session, *groups("test"))
+    files = [f"tests/{OVER_SHELLS}", "tests/contract/test_conformance_cluster.py"]
+    env = measure(session, *files, *session.posargs, options=OF_LEVELS[:1])
     if not session.posargs:
-        session.run("coverage", "report", f"--fail-under={LEVELS_COVERAGE}", *OF_DOUBLES, env=env)
+        session.run("coverage", "report", f"--fail-under={LEVELS_COVERAGE}", *OF_LEVELS, env=env)
 
 
 @nox.session

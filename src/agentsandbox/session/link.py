@@ -314,12 +314,15 @@ class Link:
         try:
             async with anyio.create_task_group() as group:
                 self._group = group
-                self._flush()
-                with watching(self, self._pulse, group):
-                    await self._read(stream)
+                try:
+                    self._flush()
+                    with watching(self, self._pulse, group):
+                        await self._read(stream)
+                finally:
+                    self._group = None  # a group that ends takes no task, and whoever sends now is not to be blamed
                 group.cancel_scope.cancel()
         finally:
-            self._group, self._writing = None, False
+            self._writing = False
         self._connection.detach()
         with anyio.move_on_after(CLOSE, shield=True):
             await stream.aclose()
