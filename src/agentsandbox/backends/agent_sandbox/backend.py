@@ -12,12 +12,20 @@ import attrs
 from agentsandbox.backends.agent_sandbox.claims import Claims, Held
 from agentsandbox.backends.agent_sandbox.objects import CORE, EXTENSIONS, mode_patch, path, served
 from agentsandbox.backends.agent_sandbox.pools import MERGE, Pools
+from agentsandbox.backends.agent_sandbox.preflight import INSTALL, examine_controller
 from agentsandbox.backends.agent_sandbox.sweeping import sweep
 from agentsandbox.backends.kubernetes import KubernetesBackend
 from agentsandbox.backends.kubernetes.manifests import pod_name, selector
 from agentsandbox.backends.kubernetes.sandbox import KubernetesSandbox
 from agentsandbox.backends.kubernetes.watch import Reflector
-from agentsandbox.errors import ConfigurationError, NotFound, PermissionDenied, ProvisionError, UsageError
+from agentsandbox.errors import (
+    ConfigurationError,
+    InfrastructureError,
+    NotFound,
+    PermissionDenied,
+    ProvisionError,
+    UsageError,
+)
 from agentsandbox.models.events import Event
 
 if TYPE_CHECKING:
@@ -29,11 +37,6 @@ if TYPE_CHECKING:
     from agentsandbox.models.sandbox import Capabilities, SandboxSpec
 
 __all__ = ["AgentSandboxBackend"]
-
-MISSING = (
-    "the cluster does not serve {group}: install the agent-sandbox controller with its extensions, "
-    "or use backend 'kubernetes'"
-)
 
 
 class AgentSandboxBackend(KubernetesBackend):
@@ -72,8 +75,6 @@ class AgentSandboxBackend(KubernetesBackend):
 
     async def examine(self) -> list[Check]:
         """Ask the cluster about everything that is needed; nothing is made."""
-        from agentsandbox.backends.agent_sandbox.preflight import examine_controller
-
         return [*await super().examine(), *await examine_controller(self._where)]
 
     async def _start(self, api: KubernetesApi, group: TaskGroup) -> None:
@@ -152,13 +153,18 @@ class AgentSandboxBackend(KubernetesBackend):
 
         Raises:
             UsageError: If it is not of this backend.
+            InfrastructureError: If its Pod is still there after a while.
             ControlPlaneError: If the API server refuses or does not answer.
 
         """
         mine = self._mine(sandbox)
         await mine.abandon()
         await self._switch(mine, "Suspended")
-        await self._reflector.wait_for(mine.uid, lambda found: found is None, timeout=self._ready_timeout)
+        try:
+            await self._reflector.wait_for(mine.uid, lambda found: found is None, timeout=self._ready_timeout)
+        except TimeoutError:
+            words = f"Pod {mine.pod} is still there {self._ready_timeout:g} s after its suspension"
+            raise InfrastructureError(words) from None
 
     async def resume(self, sandbox: BackendSandbox) -> KubernetesSandbox:
         """
@@ -237,4 +243,4 @@ async def served_at(api: KubernetesApi, group: str) -> str:
     try:
         return served(group, await api.request("GET", f"/apis/{group}"))
     except NotFound:
-        raise ConfigurationError(MISSING.format(group=group)) from None
+        raise ConfigurationError(f"the cluster does not serve {group}: {INSTALL}") from None

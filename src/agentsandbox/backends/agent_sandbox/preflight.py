@@ -11,9 +11,10 @@ from agentsandbox.backends.base import Check
 from agentsandbox.backends.kubernetes.api import KubernetesApi
 from agentsandbox.errors import ConfigurationError, InfrastructureError, NotFound
 
-__all__ = ["examine_controller"]
+__all__ = ["INSTALL", "examine_controller"]
 
-_INSTALL = "install the agent-sandbox controller with its extensions, or use backend 'kubernetes'"
+INSTALL = "install the agent-sandbox controller with its extensions, or use backend 'kubernetes'"
+"""What to do about a cluster without it."""
 
 
 async def examine_controller(where: Mapping[str, Any]) -> list[Check]:
@@ -38,7 +39,7 @@ async def _group(api: KubernetesApi, group: str) -> Check:
     try:
         version = served(group, await api.request("GET", f"/apis/{group}"))
     except NotFound:
-        return Check(name=group, ok=False, detail="not served", fix=_INSTALL)
+        return Check(name=group, ok=False, detail="not served", fix=INSTALL)
     except (ConfigurationError, InfrastructureError) as error:
-        return Check(name=group, ok=False, detail=str(error), fix=_INSTALL)
+        return Check(name=group, ok=False, detail=str(error), fix=INSTALL)
     return Check(name=group, ok=True, detail=version)
