@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import secrets as tokens
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import TYPE_CHECKING, Any
@@ -27,7 +28,7 @@ SECRETS = "/dev/shm"  # noqa: S108 - inside sandboxes
 """Where files with credentials are: in memory, never on a disk, in no checkpoint, and in the scope of every reset."""
 
 
-class LeaseContents:
+class LeaseContents(ABC):
     """What a lease knows of its sandbox's contents. Not to be used by itself: see :class:`Lease`."""
 
     _engine: Engine
@@ -230,14 +231,14 @@ class LeaseContents:
 
     # What the rest of a lease does.
 
-    def _current(self) -> Tenure:
-        raise NotImplementedError
+    @abstractmethod
+    def _current(self) -> Tenure: ...
 
-    def _fence(self, tenure: Tenure) -> AbstractAsyncContextManager[None]:
-        raise NotImplementedError
+    @abstractmethod
+    def _fence(self, tenure: Tenure) -> AbstractAsyncContextManager[None]: ...
 
-    def _emit(self, name: str, **data: Any) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def _emit(self, name: str, **data: Any) -> None: ...
 
 
 def _check_limit(limit: object) -> None:
