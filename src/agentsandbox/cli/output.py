@@ -7,6 +7,8 @@ import json
 import os
 import re
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +19,7 @@ if TYPE_CHECKING:
 
     from agentsandbox.models.events import Event
 
-__all__ = ["OutputDirectory", "read_receipt"]
+__all__ = ["OutputDirectory", "read_receipt", "write_json", "writing"]
 
 RECEIPT = "receipt.json"
 RESULTS = "results.json"
@@ -94,18 +96,19 @@ class OutputDirectory:
 
     def write_results(self, results: Mapping[str, Any]) -> None:
         """Write ``results.json``: whole or not at all."""
-        _write(self.path / RESULTS, results)
+        self.write(RESULTS, results)
 
     def write(self, name: str, value: Any) -> None:
         """Write a file of JSON: whole or not at all."""
-        _write(self.path / name, value)
+        write_json(self.path / name, value)
 
     def write_text(self, name: str, text: str) -> None:
         """Write a file of text."""
-        (self.path / name).write_text(text, encoding="utf-8")
+        with writing(self.path / name) as path:
+            path.write_text(text, encoding="utf-8")
 
     def _write_receipt(self) -> None:
-        _write(self.path / RECEIPT, self._receipt)
+        self.write(RECEIPT, self._receipt)
         self._written = time.monotonic()
 
 
@@ -128,7 +131,36 @@ def read_receipt(path: Path) -> dict[str, Any]:
     return receipt
 
 
-def _write(path: Path, value: Any) -> None:
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
-    temporary.replace(path)
+def write_json(path: Path, value: Any) -> None:
+    """
+    Write a file of JSON: whole or not at all.
+
+    Raises:
+        ConfigurationError: If it cannot be written.
+
+    """
+    with writing(path):
+        temporary = path.with_name(f".{path.name}.{os.getpid()}")
+        try:
+            temporary.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+            temporary.replace(path)
+        except OSError:
+            temporary.unlink(missing_ok=True)
+            raise
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[Path]:
+    """
+    Write a file that the user has named, or one in a directory that he has named.
+
+    Raises:
+        ConfigurationError: Instead of any ``OSError``: a full disk, a missing directory, no permission.
+
+    """
+    try:
+        yield path
+    except OSError as error:
+        raise ConfigurationError(
+            f"cannot write {path}: {error.strerror or error}; make room there, or choose another --output"
+        ) from error

@@ -226,7 +226,6 @@ async def _run(
         run_id=plan.run_id,
     )
     amend(report, result.records)
-    output.write_results(report)
     console.print(
         f"episodes={report['episodes']} successful_episodes={report['successful_episodes']} "
         f"reward_sum={report['reward_sum']:g}",
@@ -235,4 +234,5 @@ async def _run(
     unsound = {record.episode.id: why for record in result.records if (why := _unsound(record))}
     for episode_id, why in unsound.items():
         console.print(f"{episode_id}: {why}", style="red", markup=False, highlight=False)
+    output.write_results(report)
     return not unsound

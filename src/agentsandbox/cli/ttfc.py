@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-import json
+import os
 import secrets
 from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
@@ -15,6 +15,7 @@ import attrs
 
 from agentsandbox.backends.opening import open_backend
 from agentsandbox.cli.cluster_options import DEFAULT_IMAGE, ClusterOptions
+from agentsandbox.cli.output import write_json
 from agentsandbox.cli.stages import STAGES, Split, StageRecorder, split
 from agentsandbox.errors import ConfigurationError, InfrastructureError
 from agentsandbox.metrics.quantiles import quantile
@@ -201,7 +202,7 @@ async def ttfc(options: TTFCOptions, console: Console, output: Path | None = Non
         InfrastructureError: If sandboxes could not be made, so that there is nothing to measure.
 
     """
-    _refuse_existing(output)
+    _refuse_unwritable(output)
     measured = _Measurement(options)
     environment = await _environment(options)
     console.print(f"run {measured.run_id}", markup=False, highlight=False)
@@ -215,20 +216,20 @@ async def ttfc(options: TTFCOptions, console: Console, output: Path | None = Non
             async with measured.pool() as pool:
                 await measured.round(pool, number)
     report = _report(measured, environment)
-    _write(output, report)
+    if output is not None:
+        write_json(output, report)
     for line in _lines(report):
         console.print(line, markup=False, highlight=False)
     return report
 
 
-def _refuse_existing(output: Path | None) -> None:
-    if output is not None and output.exists():
+def _refuse_unwritable(output: Path | None) -> None:
+    if output is None:
+        return
+    if output.exists():
         raise ConfigurationError(f"{output} exists; results are never overwritten, choose another --output")
-
-
-def _write(output: Path | None, report: dict[str, Any]) -> None:
-    if output is not None:
-        output.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    if not os.access(output.parent, os.W_OK | os.X_OK):
+        raise ConfigurationError(f"cannot write {output}: {output.parent} is no directory that takes files")
 
 
 class _Round:
