@@ -29,8 +29,8 @@ import anyio
 
 from agentsandbox import Episode, SandboxPool
 from agentsandbox.backends.kubernetes.api import KubernetesApi
+from agentsandbox.backends.kubernetes.backend import KubernetesBackend
 from agentsandbox.backends.kubernetes.manifests import CONTAINER, exec_params, exec_path, pods_path
-from agentsandbox.backends.kubernetes.pods import KubernetesBackend
 from agentsandbox.cli.bench import environment
 from agentsandbox.metrics.quantiles import quantile
 from agentsandbox.transport.websocket import MAX_MESSAGE, PROTOCOLS, ExecSocket, ExecStream

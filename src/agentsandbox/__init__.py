@@ -55,6 +55,7 @@ if TYPE_CHECKING:
     from agentsandbox.rollouts.grading import require_passed as require_passed
     from agentsandbox.rollouts.hedging import HedgePolicy as HedgePolicy
     from agentsandbox.rollouts.journal import Journal as Journal
+    from agentsandbox.warmpool.stragglers import StragglerPolicy as StragglerPolicy
 
 __all__ = [
     "Attempt",
@@ -93,6 +94,7 @@ __all__ = [
     "SandboxLost",
     "SandboxPool",
     "Status",
+    "StragglerPolicy",
     "TTFCSample",
     "TTFCSummary",
     "UsageError",
@@ -112,6 +114,7 @@ _LAZY = {
     "Lease": "agentsandbox.client",
     "SandboxClient": "agentsandbox.client",
     "SandboxPool": "agentsandbox.pool",
+    "StragglerPolicy": "agentsandbox.warmpool.stragglers",
     "gather_rollouts": "agentsandbox.rollouts.gather",
     "grade_tests": "agentsandbox.rollouts.grading",
     "require_failing": "agentsandbox.rollouts.grading",

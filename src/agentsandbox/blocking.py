@@ -257,17 +257,17 @@ class BlockingAnnounced:
     """Rollouts that were announced; see :class:`~agentsandbox.client.Announced`."""
 
     def __init__(self, pool: BlockingPool, announced: Announced) -> None:
-        self._pool = pool
+        self._run = pool._run  # noqa: SLF001
         self._announced = announced
 
     @property
     def left(self) -> dict[str, int]:
         """Image → how many of its rollouts have no sandbox yet."""
-        return self._pool._run(partial(_now, dict, self._announced.left))  # noqa: SLF001
+        return self._run(partial(_now, dict, self._announced.left))
 
     def withdraw(self) -> None:
         """Expect the rest of them no longer. Idempotent."""
-        self._pool._run(partial(_now, self._announced.withdraw))  # noqa: SLF001
+        self._run(partial(_now, self._announced.withdraw))
 
     def __repr__(self) -> str:
         return f"<Blocking{repr(self._announced)[1:]}"
@@ -286,7 +286,7 @@ class BlockingLease:
     """
 
     def __init__(self, pool: BlockingPool, opened: _Opened, lease: Lease) -> None:
-        self._pool = pool
+        self._run = pool._run  # noqa: SLF001
         self._lease = lease
         self._opened = opened
         opened.leases.add(lease)
@@ -315,56 +315,56 @@ class BlockingLease:
 
     def exec(self, command: str | Sequence[str], **options: Any) -> ExecResult:
         """Run a command and wait for its end; see :meth:`Lease.exec`. ``on_output`` is called in the loop's thread."""
-        return self._pool._run(partial(self._lease.exec, command, **options))  # noqa: SLF001
+        return self._run(partial(self._lease.exec, command, **options))
 
     def read_file(self, path: str, **options: Any) -> bytes:
         """Return the content of a file; see :meth:`Lease.read_file`."""
-        return self._pool._run(partial(self._lease.read_file, path, **options))  # noqa: SLF001
+        return self._run(partial(self._lease.read_file, path, **options))
 
     def write_file(self, path: str, data: str | bytes, **options: Any) -> None:
         """Write a file whole or not at all; see :meth:`Lease.write_file`."""
-        self._pool._run(partial(self._lease.write_file, path, data, **options))  # noqa: SLF001
+        self._run(partial(self._lease.write_file, path, data, **options))
 
     def upload_dir(self, source: Path, target: str, **options: Any) -> None:
         """Copy a directory into the sandbox; see :meth:`Lease.upload_dir`."""
-        self._pool._run(partial(self._lease.upload_dir, source, target, **options))  # noqa: SLF001
+        self._run(partial(self._lease.upload_dir, source, target, **options))
 
     def download_dir(self, source: str, target: Path, **options: Any) -> None:
         """Copy a directory out of the sandbox; see :meth:`Lease.download_dir`."""
-        self._pool._run(partial(self._lease.download_dir, source, target, **options))  # noqa: SLF001
+        self._run(partial(self._lease.download_dir, source, target, **options))
 
     def diff(self, **options: Any) -> Diff:
         """Say what changed in the sandbox; see :meth:`Lease.diff`."""
-        return self._pool._run(partial(self._lease.diff, **options))  # noqa: SLF001
+        return self._run(partial(self._lease.diff, **options))
 
     def checkpoint(self, store: Any = None, **options: Any) -> Checkpoint:
         """Keep what the sandbox holds; see :meth:`Lease.checkpoint`."""
-        return self._pool._run(partial(self._lease.checkpoint, store, **options))  # noqa: SLF001
+        return self._run(partial(self._lease.checkpoint, store, **options))
 
     def restore(self, checkpoint: Checkpoint | str, store: Any = None) -> Checkpoint:
         """Make the sandbox hold what a checkpoint does; see :meth:`Lease.restore`."""
-        return self._pool._run(partial(self._lease.restore, checkpoint, store))  # noqa: SLF001
+        return self._run(partial(self._lease.restore, checkpoint, store))
 
     def use_secrets(self, secrets: Mapping[str, str]) -> None:
         """Give credentials to every later command; see :meth:`Lease.use_secrets`."""
-        self._lease.use_secrets(secrets)
+        self._run(partial(_now, self._lease.use_secrets, secrets))
 
     def place_secret(self, value: str, **options: Any) -> str:
         """Put a credential into a file of the sandbox; see :meth:`Lease.place_secret`."""
-        return self._pool._run(partial(self._lease.place_secret, value, **options))  # noqa: SLF001
+        return self._run(partial(self._lease.place_secret, value, **options))
 
     def alive(self) -> bool:
         """Say whether the sandbox is still the one that was granted; see :meth:`Lease.alive`."""
-        return self._pool._run(self._lease.alive)  # noqa: SLF001
+        return self._run(self._lease.alive)
 
     def reset(self) -> ResetReport:
         """Make the sandbox like new; see :meth:`Lease.reset`."""
-        return self._pool._run(self._lease.reset)  # noqa: SLF001
+        return self._run(self._lease.reset)
 
     def release(self, *, discard: bool = False) -> None:
         """Give the sandbox back; see :meth:`Lease.release`. Idempotent, and nothing to do once the pool is closed."""
         if not self._opened.closed and not self._lease.released:
-            self._pool._run(partial(self._lease.release, discard=discard))  # noqa: SLF001
+            self._run(partial(self._lease.release, discard=discard))
 
     def __enter__(self) -> Self:
         return self

@@ -62,6 +62,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
 
 __all__ = [
+    "TASK_FAULTS",
     "AcquireTimeout",
     "ApiUnavailable",
     "BatchFailed",
@@ -540,7 +541,14 @@ class Failure:
 
 # The command, the rollout function or the grader failed, and not the place.
 _GRADABLE = frozenset(
-    "command command_timeout output_limit rollout_raised invalid_reward evidence_missing".split()  # noqa: SIM905
+    {
+        FailureKind.COMMAND,
+        FailureKind.COMMAND_TIMEOUT,
+        FailureKind.OUTPUT_LIMIT,
+        FailureKind.ROLLOUT_RAISED,
+        FailureKind.INVALID_REWARD,
+        FailureKind.EVIDENCE_MISSING,
+    }
 )
 
 TASK_FAULTS = frozenset({"oom_killed", "disk_full", "unkillable", "killed", "completed"})

@@ -8,7 +8,7 @@ needs no marker. Nothing is imported, and no sandbox made, before a fixture is u
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal, get_args
 
 import pytest
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from agentsandbox.client import Lease
     from agentsandbox.pool import SandboxPool
 
-SCOPES = ("function", "class", "module", "package", "session")
+Scope = Literal["function", "class", "module", "package", "session"]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -32,24 +32,24 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption(
         "--sandbox-scope",
         default="function",
-        choices=SCOPES,
+        choices=get_args(Scope),
         help="how long one sandbox_pool lives (function); a wider one needs an anyio_backend fixture at least as wide",
     )
 
 
-def _scope(fixture_name: str, config: pytest.Config) -> str:
-    scope: str = config.getoption("--sandbox-scope")
+def _scope(fixture_name: str, config: pytest.Config) -> Scope:
+    scope: Scope = config.getoption("--sandbox-scope")
     return scope
 
 
-@pytest.fixture(scope=_scope)  # type: ignore[arg-type]
+@pytest.fixture(scope=_scope)
 def sandbox_image(request: pytest.FixtureRequest) -> str:
     """Name what sandboxes are made from: the value of ``--sandbox-image``. Override it where another one is needed."""
     image: str = request.config.getoption("--sandbox-image")
     return image
 
 
-@pytest.fixture(scope=_scope)  # type: ignore[arg-type]
+@pytest.fixture(scope=_scope)
 async def sandbox_pool(
     request: pytest.FixtureRequest, sandbox_image: str, anyio_backend: object
 ) -> AsyncIterator[SandboxPool]:

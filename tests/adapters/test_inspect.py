@@ -6,7 +6,6 @@ from __future__ import annotations
 import gc
 import os
 import signal
-from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
@@ -35,24 +34,6 @@ CONFIG = AgentSandboxConfig(size=2)
 def anyio_backend(request: pytest.FixtureRequest) -> str:
     """Run Inspect's checks on asyncio, or on what the environment asks for."""
     return os.environ.get("AGENTSANDBOX_TEST_LOOP", "asyncio")
-
-
-@pytest.fixture
-async def sandbox_env(request: pytest.FixtureRequest, anyio_backend: str) -> AsyncIterator[AgentSandboxEnvironment]:
-    """Lease a sandbox as Inspect does."""
-    if os.getuid() and request.node.originalname == "test_exec_as_user":
-        request.node.add_marker(pytest.mark.xfail(reason="an unprivileged id map can run no second user"))
-    await AgentSandboxEnvironment.task_init("test", CONFIG)
-    try:
-        environments = await AgentSandboxEnvironment.sample_init("test", CONFIG, {})
-        environment = environments["default"]
-        assert isinstance(environment, AgentSandboxEnvironment)
-        try:
-            yield environment
-        finally:
-            await AgentSandboxEnvironment.sample_cleanup("test", CONFIG, environments, False)
-    finally:
-        await AgentSandboxEnvironment.task_cleanup("test", CONFIG, True)
 
 
 def test_inspect_ships_the_checks_that_we_count() -> None:

@@ -259,12 +259,13 @@ def test_doctor_says_whether_a_network_policy_is_enforced(start_cluster, invoke)
 
 def test_thousands_of_pods_do_not_mean_thousands_of_receipts(tmp_path, monkeypatch) -> None:
     """The first ones are noted at once, later ones together, and the last word has them all."""
-    written = []
+    noted = []
     monkeypatch.setattr("agentsandbox.cli.output.NOTED_AT_ONCE", 3)
-    monkeypatch.setattr("agentsandbox.cli.output._write", lambda path, value: written.append(len(value["created"])))
     output = OutputDirectory(tmp_path / "out", {"run_id": "0123456789ab"})
     for number in range(10):
         output.created("Pod", {"metadata": {"name": f"p{number}", "uid": str(number)}})
+        noted.append(len(json.loads((tmp_path / "out" / "receipt.json").read_text())["created"]))
     output.end()
 
-    assert written == [0, 1, 2, 3, 10]
+    assert noted == [1, 2, 3, 3, 3, 3, 3, 3, 3, 3]
+    assert len(json.loads((tmp_path / "out" / "receipt.json").read_text())["created"]) == 10

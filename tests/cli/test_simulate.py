@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import sys
 
 import anyio
 import attrs
@@ -14,6 +15,7 @@ from typer.testing import CliRunner
 from agentsandbox.backends.simulated import ClusterModel, Faults
 from agentsandbox.cli.app import app
 from agentsandbox.cli.simulation import EventRecord, bounds, simulate
+from agentsandbox.cli.simulation_table import draw
 from agentsandbox.cli.strategies import STRATEGIES, run
 from agentsandbox.cli.workload import made_up
 from agentsandbox.errors import ConfigurationError
@@ -33,7 +35,7 @@ def invoke(*words):
 def report():
     """Every strategy in both shapes, on two nodes that have room for a third of the rollouts."""
     workload = made_up(SMALL, images=60, rollouts=4, seconds=30.0, seed=0)
-    return simulate(workload, tuple(STRATEGIES))
+    return simulate(workload, tuple(STRATEGIES), jobs=1)
 
 
 def rows(report, shape):
@@ -121,6 +123,24 @@ def test_trio_comes_to_the_same_figures():
     assert summarise_ttfc(result.samples).max <= 1.0
 
 
+def test_runs_in_processes_of_their_own_give_the_same_report(report):
+    """Several at a time, each with other addresses and another seed of hashes; rows keep their order."""
+    told = []
+    workload = made_up(SMALL, images=60, rollouts=4, seconds=30.0, seed=0)
+
+    beside = simulate(workload, ("ours", "naive"), jobs=2, progress=told.append)
+
+    names = ("shape", "strategy", "journal_sha256", "batch_seconds")
+    assert [[row[name] for name in names] for row in beside["rows"]] == [
+        [rows(report, shape)[strategy][name] for name in names]
+        for shape in ("hydrated", "cold-nodes")
+        for strategy in ("ours", "naive")
+    ]
+    assert sorted(text.partition(",")[0] for text in told) == sorted(
+        f"{row['shape']}: {row['strategy']}" for row in beside["rows"]
+    )
+
+
 def test_a_disk_that_cannot_hold_everything_is_used_in_waves():
     """With room for a part of the images at a time, later waves come as earlier ones are used; nothing is lost."""
     model = attrs.evolve(SMALL, disk=80 * 10**9, writable_layer=0)
@@ -192,18 +212,30 @@ def test_the_command_prints_json(tmp_path):
     assert (2, 5, 2) == (found["images"], found["rollouts"], len(found["rows"]))
 
 
-def test_a_figure_is_drawn(tmp_path, monkeypatch):
-    """With matplotlib; without it the error names the extra."""
-    words = ("simulate", "--images", 4, "--nodes", 1, "--strategy", "ours", "--figure", tmp_path / "figure.png")
-    try:
-        import matplotlib as mpl  # noqa: F401
-    except ModuleNotFoundError:
-        result = invoke(*words)
-        assert 2 == result.exit_code
-        assert "agentsandbox[report]" in result.output
-    else:
-        assert 0 == invoke(*words).exit_code
-        assert b"PNG" == (tmp_path / "figure.png").read_bytes()[1:4]
+def test_a_figure_is_drawn(report, tmp_path):
+    """All strategies in both shapes, each beside its bound, and said to be simulated."""
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "figure.svg"
+
+    draw(report, path)
+    drawn = path.read_text()
+
+    for text in ("Simulated: 240 rollouts of 60 images, 2 nodes", "images beforehand", "empty nodes", *STRATEGIES):
+        assert f"<!-- {text}" in drawn
+    assert 4 == drawn.count("<!-- bound: ")
+
+
+def test_a_figure_without_matplotlib_names_the_extra(tmp_path, monkeypatch):
+    """Before anything is simulated."""
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+
+    result = invoke(
+        *("simulate", "--images", 4, "--nodes", 1, "--strategy", "ours", "--figure", tmp_path / "figure.png")
+    )
+
+    assert 2 == result.exit_code
+    assert "a figure needs matplotlib: pip install 'agentsandbox[report]'" in result.output
+    assert "simulated" not in result.output
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,8 @@ from agentsandbox.testing.cluster import FakeCluster, Image, Timing
 MODES = ("runner", "shell", "direct")
 KEPT = Image(command=("sleep", "infinity"))
 """What a Pod keeps whose first process is not ours to choose."""
+ECHO = {"process": "echo-runner"}
+"""Pods without processes, for what happens at the API server."""
 QUICK = ResetPolicy(rungs=("restart", "replace"))
 """Without the scan of a whole file system that the rung ``files`` begins with."""
 

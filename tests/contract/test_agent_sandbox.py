@@ -12,11 +12,21 @@ import pytest
 
 from agentsandbox import Episode, SandboxPool
 from agentsandbox.backends.agent_sandbox.objects import EXTENSIONS
+from agentsandbox.backends.agent_sandbox.roles import ROLE_RULES
 from agentsandbox.backends.kubernetes.api import KubernetesApi
+from agentsandbox.backends.kubernetes.roles import role
 from agentsandbox.backends.opening import open_backend
 from agentsandbox.client import SandboxClient
-from agentsandbox.errors import ConfigurationError, SandboxLost, UsageError
+from agentsandbox.errors import (
+    ConfigurationError,
+    InfrastructureError,
+    InvalidObject,
+    ProvisionError,
+    SandboxLost,
+    UsageError,
+)
 from agentsandbox.models.reset import ResetPolicy
+from agentsandbox.models.sandbox import SandboxSpec
 from agentsandbox.testing.cluster import FakeCluster, Timing
 
 from .cluster_clients import eventually
@@ -25,6 +35,7 @@ pytestmark = pytest.mark.anyio
 
 FACTS = json.loads((Path(__file__).parent / "facts/agent_sandbox_crds.json").read_text())
 KINDS = ("sandboxclaims", "sandboxwarmpools", "sandboxtemplates", "sandboxes")
+SPEC = SandboxSpec(image="host")
 FRESH = {"reset": ResetPolicy(rungs=("replace",))}
 
 
@@ -138,7 +149,11 @@ async def test_a_sandbox_is_a_claim_and_says_how_it_was_started(tmp_path):
         assert [1, 1, 1] == [len(there(cluster, kind)) for kind in ("sandboxclaims", "sandboxes", "sandboxtemplates")]
         (event,) = (one for one in told if one.name == "sandbox.claimed")
         assert ("cold", facts["claim"]) == (event.data["launch"], event.data["claim"])
-        assert repr(client.backend).endswith("running, 1 claims, 0 warm, 1 cold]>")
+        backend = client.backend
+        assert repr(backend).endswith("running, 1 claims, 0 warm, 1 cold]>")
+        assert "<Claims [0 warm, 1 cold]>" == repr(backend._claims)
+        assert "<Waiting [1 claims, 1 Pods]>" == repr(backend._claims._waiting)
+        assert "<Pools [1 pools, 0 warm]>" == repr(backend._pools)
 
 
 async def test_forty_episodes_hold_no_more_claims_than_sandboxes(tmp_path):
@@ -234,21 +249,97 @@ async def test_a_claim_whose_answer_was_lost_is_found_again(tmp_path):
         assert [] == cluster.pods()
 
 
-async def test_a_pod_that_fails_is_the_controllers_word_for_it(tmp_path):
-    """An image that cannot be pulled is not waited for until the end of time, and nothing of it stays."""
-    async with client_of(tmp_path, options={"ready_timeout": 2.0}, acquire_timeout=10.0) as (cluster, client):
+async def test_a_pod_that_can_never_be_ready_is_the_kubelets_word_for_it(tmp_path):
+    """The claim says for ever that dependencies are not ready; what the Pod says ends the wait, and nothing stays."""
+    async with client_of(tmp_path) as (cluster, client):
         cluster.images.clear()
-        with pytest.raises(Exception, match=r"claim asb-|not ready") as caught:
+        with pytest.raises(ProvisionError, match=r"(ErrImagePull|ImagePullBackOff): .*host: not found"):
             await client.acquire("host")
-        assert "DependenciesNotReady" in str(caught.value)
+
+
+async def test_a_pod_that_is_not_ready_in_time_is_the_controllers_word_for_it(tmp_path):
+    """A claim is not waited for until the end of time, and nothing of it stays."""
+    options = {"ready_timeout": 0.5}
+    timing = Timing(start=30.0, second=0.1)
+    async with client_of(tmp_path, options=options, timing=timing, acquire_timeout=5.0) as (_cluster, client):
+        with pytest.raises(InfrastructureError, match=r"claim asb-.*: DependenciesNotReady: .*; not ready after 0.5 s"):
+            await client.acquire("host")
+
+
+@asynccontextmanager
+async def backend_of(tmp_path, *, timing=None, cluster=None, **options):
+    """Run a cluster with the controller, and a backend of it; afterwards nothing may be left."""
+    timing = timing or Timing(second=0.1)
+    async with FakeCluster(agent_sandbox=True, timing=timing, **(cluster or {})) as made:
+        backend = open_backend("agent-sandbox", kubeconfig=made.kubeconfig(tmp_path), **options)
+        async with backend.running():
+            yield made, backend
+        policies = there(made, "networkpolicies")
+        assert [[]] * 6 == [made.pods(), policies, *(there(made, kind) for kind in KINDS)]
+
+
+@pytest.mark.parametrize(
+    ("reason", "error"),
+    [
+        ("InvalidMetadata", InvalidObject),
+        ("EnvVarsInjectionRejected", InvalidObject),
+        ("VolumeClaimTemplatesError", InvalidObject),
+        ("InvalidConfiguration", InvalidObject),
+        ("TemplateNotFound", ProvisionError),
+        ("WarmPoolNotFound", ProvisionError),
+        ("PodFailed", ProvisionError),
+        ("PodSucceeded", ProvisionError),
+        ("SandboxExpired", ProvisionError),
+        ("ClaimExpired", ProvisionError),
+        ("SandboxMissing", ProvisionError),
+        ("SandboxSuspended", ProvisionError),
+        ("MultiplePods", ProvisionError),
+    ],
+)
+async def test_a_reason_that_is_final_ends_the_wait_at_once(tmp_path, monkeypatch, reason, error):
+    """In the controller's words, without waiting for the time to be up; the claim is gone, and the next one is fine."""
+    monkeypatch.setattr("agentsandbox.backends.agent_sandbox.waiting.LAG", 0.1)
+    async with backend_of(tmp_path, ready_timeout=3600.0) as (cluster, backend):
+        cluster.agent_sandbox.refuse(reason, "so it is")
+        with pytest.raises(error, match=rf"^claim asb-\S+: {reason}: so it is") as caught:
+            await backend.create(SPEC, "one")
+        assert error is type(caught.value)
+        assert [] == there(cluster, "sandboxclaims")
+        sandbox = await backend.create(SPEC, "two")
+        await sandbox.check()
+
+
+async def test_the_network_policy_and_dns_are_what_was_asked_for(tmp_path):
+    """One policy of ours selects claimed Pods; the controller adds none of its own, and no public resolvers."""
+    network = {"allow": ["dns", "10.1.0.0/16:443"], "require": True}
+    plugin = {"process": "echo-runner", "network": "enforcing"}
+    async with backend_of(tmp_path, network=network, cluster=plugin) as (cluster, backend):
+        told = []
+        backend.sink = told.append
+        sandbox = await backend.create(SPEC, "one")
+        (policy,) = there(cluster, "networkpolicies")
+        assert f"asb-{backend.run_id}" == policy["metadata"]["name"]
+        assert (["Ingress", "Egress"], []) == (policy["spec"]["policyTypes"], policy["spec"]["ingress"])
+        assert 2 == len(policy["spec"]["egress"])
+        pod = cluster.pod(sandbox.pod)
+        assert policy["spec"]["podSelector"]["matchLabels"].items() <= pod["metadata"]["labels"].items()
+        assert ("ClusterFirst", None) == (pod["spec"]["dnsPolicy"], pod["spec"].get("dnsConfig"))
+        (event,) = (one for one in told if one.name == "network.fenced")
+        assert "enforced" == event.data["verdict"]
+        assert sandbox.capabilities.facts["network_policy"].startswith("enforced")
+        template = {"podTemplate": {"spec": {"containers": [{"name": "c", "image": "host"}]}}}
+        stored = cluster.create(
+            "sandboxtemplates", {"metadata": {"name": "other", "namespace": "rl"}, "spec": template}
+        )
+        await eventually(lambda: 2 == len(there(cluster, "networkpolicies")))  # as it makes one where nobody refuses it
+        cluster.delete(stored, None)
+        await eventually(lambda: 1 == len(there(cluster, "networkpolicies")))
 
 
 async def test_a_suspended_sandbox_comes_back_as_a_fresh_one(tmp_path):
     """Its claim stays while its Pod is gone; resumed, nothing of the old file system is there."""
     async with FakeCluster(agent_sandbox=True, timing=Timing(second=0.1)) as cluster:
         backend = open_backend("agent-sandbox", kubeconfig=cluster.kubeconfig(tmp_path))
-        from agentsandbox.models.sandbox import SandboxSpec
-
         async with backend.running():
             sandbox = await backend.create(SandboxSpec(image="host"), "one")
             await backend.suspend(sandbox)
@@ -296,12 +387,22 @@ async def test_doctor_names_the_versions_of_the_controllers_kinds(tmp_path):
             assert expected == found
 
 
+async def test_doctor_asks_for_what_claims_need_and_not_for_pods(tmp_path):
+    """Who has the least Role passes; that no Pods may be tried costs restarts in place, and nothing more."""
+    async with FakeCluster(agent_sandbox=True) as cluster:
+        cluster.access.use_role(role("claims", ROLE_RULES, namespace="rl", optional=False))
+        checks = await open_backend("agent-sandbox", kubeconfig=cluster.kubeconfig(tmp_path)).examine()
+        assert [] == [check.name for check in checks if check.required and not check.ok]
+        assert "permission sandboxclaims" in [check.name for check in checks]
+        (pod,) = (check for check in checks if check.name == "pod")
+        assert (False, False) == (pod.ok, pod.required)
+        assert "no used sandbox is made anew in place" in pod.detail
+
+
 async def test_no_create_is_made_twice_under_cancellation(tmp_path):
     """Cancelled in the middle of a claim, nothing of it stays."""
     async with FakeCluster(agent_sandbox=True, timing=Timing(start=30.0)) as cluster:
         backend = open_backend("agent-sandbox", kubeconfig=cluster.kubeconfig(tmp_path))
-        from agentsandbox.models.sandbox import SandboxSpec
-
         async with backend.running(), anyio.create_task_group() as group:
             group.start_soon(backend.create, SandboxSpec(image="host"), "one")
             await eventually(lambda: bool(cluster.pods()))

@@ -211,7 +211,7 @@ async def test_what_is_too_large_for_a_diff_is_named():
             await lease.diff(limit=5000)
         assert raised.value.path.startswith("/workspace/f")
         assert 101 == len((await lease.diff()).changes)
-        with pytest.raises(ConfigurationError, match="limit is a number of bytes of at least 1, not 0"):
+        with pytest.raises(ConfigurationError, match="limit must be a whole number of at least 1, not 0"):
             await lease.diff(limit=0)
     async with leased(Hydrated(), reset=ResetPolicy(copies_limit=4), baseline=True) as lease:
         await lease.exec("echo more >> src/a.py", check=True)

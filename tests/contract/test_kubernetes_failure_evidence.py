@@ -19,11 +19,9 @@ from agentsandbox.errors import (
 )
 from agentsandbox.testing.cluster import Image, NodeSpec, Timing
 
-from .cluster_clients import client_of, eventually, pod_of
+from .cluster_clients import ECHO, client_of, eventually, pod_of
 
 pytestmark = pytest.mark.anyio
-
-ECHO = {"process": "echo-runner"}
 
 
 @pytest.fixture

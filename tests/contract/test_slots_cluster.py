@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import anyio
+import attrs
 import pytest
 
 from agentsandbox import Episode, SandboxPool
@@ -362,6 +363,15 @@ async def test_nothing_is_made_when_the_run_is_over(options, cluster):
         backend._hosts.close()
         with pytest.raises(ProvisionError, match="being closed"):
             await backend.create(HOST, "sb-2")
+    assert [] == cluster.pods()
+
+
+async def test_a_pool_that_is_left_while_its_pods_are_made_leaves_none(options, cluster):
+    """What is being made is given up and gone when the pool has ended, also if a Pod takes its time to go."""
+    cluster.timing = attrs.evolve(cluster.timing, stop=0.5)
+    async with SandboxPool("kubernetes", images={"host": 16}, backend_options={**options, "slots": 8}):
+        pass
+
     assert [] == cluster.pods()
 
 

@@ -11,12 +11,9 @@ from agentsandbox.client import SandboxClient
 from agentsandbox.errors import AcquireTimeout
 from agentsandbox.testing.cluster import NodeSpec
 
-from .cluster_clients import client_of, eventually, made, pod_of
+from .cluster_clients import ECHO, client_of, eventually, made, pod_of
 
 pytestmark = pytest.mark.anyio
-
-ECHO = {"process": "echo-runner"}
-"""Pods without processes: what these tests are about happens at the API server."""
 
 
 @pytest.fixture

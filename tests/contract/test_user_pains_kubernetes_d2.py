@@ -27,12 +27,9 @@ from agentsandbox.errors import (
 )
 from agentsandbox.testing.cluster import FakeCluster, Image
 
-from .cluster_clients import client_of, eventually, made, pod_of
+from .cluster_clients import ECHO, client_of, eventually, made, pod_of
 
 pytestmark = pytest.mark.anyio
-
-ECHO = {"process": "echo-runner"}
-"""Pods without processes: what these tests are about happens at the API server."""
 
 
 @pytest.fixture

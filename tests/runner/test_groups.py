@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from agentsandbox.protocol.runner import cell, groups, jail
+from agentsandbox.protocol.runner import cell, groups, jail, mounts
 
 
 @pytest.fixture
@@ -75,11 +75,11 @@ def test_groups_are_made_where_that_is_allowed(tmp_path, monkeypatch):
     for kind in ("memory", "pids", "cpu,cpuacct", "freezer"):
         (tmp_path / kind).mkdir()
     (tmp_path / "pids/jail-1").mkdir()  # as if it could not be made
-    mounts = [
-        cell.Mount(str(tmp_path / kind), ["ro", "nosuid"], "cgroup")
+    mounted = [
+        mounts.Mount(str(tmp_path / kind), ["ro", "nosuid"], "cgroup", ["rw", kind])
         for kind in ("memory", "pids", "cpu,cpuacct", "freezer")
     ]
-    monkeypatch.setattr(cell, "mounts", lambda: mounts)
+    monkeypatch.setattr(mounts, "table", lambda: mounted)
     remounted = []
     monkeypatch.setattr(cell, "remount", lambda place, options: remounted.append((place, options)))
     written = {}
@@ -114,9 +114,10 @@ def test_the_table_of_mounts_is_read(monkeypatch, tmp_path):
         "663 504 0:152 / / rw,relatime - overlay overlay rw,lowerdir=/a\n"
         "664 663 0:154 /x /a\\040bü ro,nosuid shared:1 - tmpfs tmpfs rw\n"
     )
-    monkeypatch.setattr(cell, "TABLE", str(table))
+    monkeypatch.setattr(mounts, "TABLE", str(table))
 
     assert [
-        cell.Mount("/", ["rw", "relatime"], "overlay"),
-        cell.Mount("/a bü", ["ro", "nosuid"], "tmpfs"),
-    ] == cell.mounts()
+        mounts.Mount("/", ["rw", "relatime"], "overlay", ["rw", "lowerdir=/a"]),
+        mounts.Mount("/a bü", ["ro", "nosuid"], "tmpfs", ["rw"]),
+    ] == mounts.table()
+    assert [False, True] == [mount.read_only for mount in mounts.by_place().values()]

@@ -89,7 +89,7 @@ def test_engines_show_their_state() -> None:
         wait.watch(ours.fileno(), select.EPOLLIN, lambda _events: None)
         wait.read_outputs(lambda _events: None)
         assert repr(wait) == "<Poller [2 descriptors]>"
-        wait.put_off(True)
+        wait.put_off(off=True)
         assert repr(wait) == "<Poller [2 descriptors, output put off]>"
     assert repr(family.Family()) == "<Family [0 commands, 0 left behind]>"
     assert repr(pipes.Input(None, 1, None)) == "<Input [closed, 0 bytes waiting]>"  # type: ignore[arg-type]

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from agentsandbox.protocol.runner import scan, sealing
+from agentsandbox.protocol.runner import mounts, sealing
 
 from .conftest import Driver
 
@@ -165,7 +165,7 @@ def test_the_scope_is_restored_time_after_time(pod):
 
 def test_the_age_of_the_uppermost_layer_is_what_counts(image, monkeypatch):
     """A layer that was made long before the first process, or after it, says that the clock was put back."""
-    root = scan.Mount("overlay", False, "rw,lowerdir=/a:/b,index=off")
+    root = mounts.Mount("/", ["rw"], "overlay", ["rw", "lowerdir=/a:/b", "index=off"])
     age = float(Path("/proc/uptime").read_text().split()[0])
     began = int(Path("/proc/1/stat").read_text().rpartition(")")[2].split()[19]) / os.sysconf("SC_CLK_TCK")
     start = time.time() - (age - began)
@@ -183,7 +183,7 @@ def test_the_age_of_the_uppermost_layer_is_what_counts(image, monkeypatch):
 def test_nothing_is_concluded_elsewhere(monkeypatch, kind, options):
     """Other file systems say nothing by a directory, nor do overlays where a hard link leads past it."""
     monkeypatch.setattr(sealing, "_birth", lambda _path: time.time_ns())
-    assert 0 == sealing.older_than(scan.Mount(kind, False, options))
+    assert 0 == sealing.older_than(mounts.Mount("/", ["rw"], kind, options.split(",")))
 
 
 def test_the_birth_of_a_file_is_what_the_kernel_says(image):

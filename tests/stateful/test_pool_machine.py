@@ -16,9 +16,11 @@ from agentsandbox.warmpool.lease import State
 from agentsandbox.warmpool.outlook import Announcement
 from agentsandbox.warmpool.ratelimit import AdaptiveLimiter
 from agentsandbox.warmpool.replenisher import Replenisher
+from agentsandbox.warmpool.stragglers import StragglerPolicy
 
 DECLARED = ("a", "b", "c")
 LATER = ("d", "e")
+EAGER = StragglerPolicy(quantile=0.5, times=1.0, share=0.5, min_delay=0.0, min_samples=1)
 IMAGES = DECLARED + LATER
 
 
@@ -36,8 +38,9 @@ class PoolMachine(RuleBasedStateMachine):
         in_flight=st.integers(1, 5),
         rate=st.sampled_from([None, 1.0]),
         reuse=st.booleans(),
+        stragglers=st.sampled_from([None, EAGER]),
     )
-    def open(self, sizes, spares, cap, in_flight, rate, reuse):
+    def open(self, sizes, spares, cap, in_flight, rate, reuse, stragglers):
         self.now = 0.0
         self.all_images = {}
         self.images = dict(zip(DECLARED, sizes, strict=True))
@@ -51,7 +54,10 @@ class PoolMachine(RuleBasedStateMachine):
                 creates_in_flight=in_flight,
                 limiter=AdaptiveLimiter(rate=rate, random=Random(0)),
             ),
+            stragglers=stragglers,
         )
+        self.eager = stragglers is not None
+        self.parked: set[str] = set()
         self.book.recycles = lambda _name: reuse
         self.undecided: set[str] = set()
         self.recycling: dict[str, str] = {}
@@ -83,12 +89,14 @@ class PoolMachine(RuleBasedStateMachine):
                 self.deleting[decision.name] = self.image_of[decision.name]
                 self.free.pop(decision.name, None)
                 self.undecided.discard(decision.name)
+                self.parked.discard(decision.name)
             elif isinstance(decision, Recycle):
                 assert not self.closed
                 assert decision.name not in self.owners
                 assert decision.name not in self.recycling
                 self.free.pop(decision.name, None)
                 self.undecided.discard(decision.name)
+                self.parked.discard(decision.name)
                 if decision.image is None:
                     self.undecided.add(decision.name)
                 else:
@@ -203,11 +211,17 @@ class PoolMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def it_is_decided_what_becomes_of_a_released_one(self, data):
         name = self.pick(data, self.undecided)
+        self.let(name)
+        assert name in self.deleting or name in self.recycling or name in self.parked
+        assert [] == self.book.decide(name, self.now)
+
+    def let(self, name):
+        """Have it decided what it becomes; it is kept if neither happens, which only eager pools do here."""
         self.undecided.discard(name)
+        self.parked.add(name)
         self.lost_meanwhile.discard(name)
         self.perform(self.book.decide(name, self.now))
-        assert name in self.deleting or name in self.recycling
-        assert [] == self.book.decide(name, self.now)
+        assert self.eager or name not in self.parked
 
     @precondition(lambda self: self.recycling)
     @rule(data=st.data())
@@ -231,6 +245,13 @@ class PoolMachine(RuleBasedStateMachine):
         self.remember(name, self.recycling.pop(name))
         self.lost_meanwhile.discard(name)
         self.perform(self.book.not_recycled(name, error, self.now))
+        assert name in self.deleting
+
+    @precondition(lambda self: self.parked)
+    @rule(data=st.data())
+    def lose_what_is_kept(self, data):
+        name = self.pick(data, self.parked)
+        self.perform(self.book.lost(name, self.now))
         assert name in self.deleting
 
     @precondition(lambda self: self.recycling or self.undecided)
@@ -265,9 +286,7 @@ class PoolMachine(RuleBasedStateMachine):
             for name in list(self.creating):
                 self.make(name)
             for name in list(self.undecided) if not self.closed else ():
-                self.undecided.discard(name)
-                self.lost_meanwhile.discard(name)
-                self.perform(self.book.decide(name, self.now))
+                self.let(name)
             for name in list(self.recycling):
                 self.renew(name)
             if not self.creating and not self.deleting and not self.recycling:
@@ -345,10 +364,10 @@ class PoolMachine(RuleBasedStateMachine):
     @invariant()
     def nothing_is_lost_or_doubled(self):
         counts = self.book.counts
-        becoming = len(self.undecided) + len(self.recycling)
+        becoming = len(self.undecided) + len(self.recycling) + len(self.parked)
         assert len(self.book.lives) == sum(
             map(len, (self.creating, self.free, self.owners, self.deleting, self.undecided, self.recycling))
-        )
+        ) + len(self.parked)
         assert counts[State.RECYCLING] == becoming - len(self.lost_meanwhile)
         assert self.recycled == self.book.recycled_total
         assert len(self.names) == len(self.book.lives) + self.gone + self.failed
@@ -363,6 +382,14 @@ class PoolMachine(RuleBasedStateMachine):
         assert self.book.stuck == len(self.stuck)
 
     @invariant()
+    def what_straggles_is_a_share_and_being_made(self):
+        late = len(self.book.stragglers)
+        assert late == sum(self.book.stragglers.late(image) for image in IMAGES)
+        assert late <= len(self.creating) + len(self.recycling)
+        assert self.eager or not late
+        assert not self.parked or late < len(self.creating) + len(self.recycling)
+
+    @invariant()
     def limits_hold(self):
         assert len(self.book.lives) <= self.cap
         assert len(self.creating) <= self.in_flight
@@ -371,7 +398,8 @@ class PoolMachine(RuleBasedStateMachine):
             usable = owned + sum(i == image for i in (*self.creating.values(), *self.free.values()))
             assert owned + len(self.returning[image]) <= size
             assert self.book.matcher.places(image) == owned + len(self.returning[image])
-            assert usable <= self.targets[image]
+            # One more for each rollout that could use it, where those that are being made straggle.
+            assert usable <= self.targets[image] * (2 if self.eager else 1)
 
     @invariant()
     def announcements_are_used_up_by_leases_alone(self):
@@ -427,7 +455,7 @@ class PoolMachine(RuleBasedStateMachine):
         for name in list(self.creating):
             self.book.failed(name, None, self.now)
         left = self.book.sweep()
-        assert set(left) == {*self.free, *self.owners, *self.deleting, *self.undecided, *self.recycling}
+        assert set(left) == {*self.free, *self.owners, *self.deleting, *self.undecided, *self.recycling, *self.parked}
         for name in left:
             self.book.deleted(name, self.now)
         assert {} == self.book.lives

@@ -6,7 +6,6 @@ from __future__ import annotations
 import anyio
 import anyio.lowlevel
 import pytest
-import trio.testing
 
 from agentsandbox.blocking import BlockingPool
 from agentsandbox.client import SandboxClient
@@ -15,7 +14,7 @@ from agentsandbox.models.episode import Episode
 from agentsandbox.models.timing import StartKind
 from agentsandbox.pool import SandboxPool
 from agentsandbox.rollouts.hedging import HedgePolicy
-from agentsandbox.testing.virtualtime import VirtualTimeLoop
+from agentsandbox.testing.virtualtime import virtual_time
 
 from .warmpool.fake_backend import FakeBackend
 
@@ -25,9 +24,7 @@ pytestmark = pytest.mark.anyio
 @pytest.fixture(params=["asyncio", "trio"])
 def anyio_backend(request):
     """Virtual time: nothing here uses sockets, threads or processes."""
-    if request.param == "asyncio":
-        return "asyncio", {"loop_factory": VirtualTimeLoop}
-    return "trio", {"clock": trio.testing.MockClock(autojump_threshold=0)}
+    return virtual_time(request.param)
 
 
 def batch(*images, group=4):
@@ -99,7 +96,7 @@ async def test_an_announcement_ends_with_the_client():
     ("batch", "message"),
     [
         ({"": 1}, "an image is a name such as 'host', not ''"),
-        ({"a": -1}, "rollouts of image 'a': a whole number of at least 0, not -1"),
+        ({"a": -1}, "the number of rollouts of image 'a' must be a whole number of at least 0, not -1"),
         ({"a": True}, "not True"),
         ({"a": 1.0}, "not 1.0"),
         (["a", "b"], "a batch to announce has episodes, or maps images to numbers; not 'a'"),

@@ -37,6 +37,13 @@ def host_threads() -> int:
     return sum("portal" in thread.name for thread in threading.enumerate())
 
 
+def driver(script: str) -> subprocess.CompletedProcess[str]:
+    """Run a program that has pools, to its end."""
+    command = [sys.executable, "-c", textwrap.dedent(script)]
+    env = {**os.environ, "PYTHONPATH": "."}
+    return subprocess.run(command, capture_output=True, text=True, timeout=50, env=env, check=False)
+
+
 def test_a_batch_runs_without_async() -> None:
     """A blocking rollout returns the same result as an async one, and closing removes every sandbox."""
     backend = FakeBackend()
@@ -246,7 +253,7 @@ def test_interrupting_a_call_stops_its_work(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_a_forked_child_has_nothing_of_its_parents_pools() -> None:
     """In a forked child the parent's pool is refused, its end touches nothing, and a new pool works."""
-    script = textwrap.dedent("""
+    done = driver("""
         import os, sys, warnings
         warnings.simplefilter("ignore", DeprecationWarning)
         from agentsandbox.blocking import BlockingPool
@@ -272,13 +279,6 @@ def test_a_forked_child_has_nothing_of_its_parents_pools() -> None:
         pool.close()
         print("left:", len(backend.alive))
     """)
-    done = subprocess.run(
-        [sys.executable, "-c", script],
-        capture_output=True,
-        text=True,
-        timeout=50,
-        env={**os.environ, "PYTHONPATH": "."},
-    )
 
     assert done.stdout.splitlines() == [
         "refused: this pool was opened before a fork; a child process must make its own",
@@ -291,7 +291,7 @@ def test_a_forked_child_has_nothing_of_its_parents_pools() -> None:
 
 def test_a_pool_that_is_never_closed_ends_with_the_interpreter() -> None:
     """A program that forgets to close ends all the same, and its sandboxes with it."""
-    script = textwrap.dedent("""
+    done = driver("""
         from agentsandbox.blocking import BlockingPool
         from tests.unit.warmpool.fake_backend import FakeBackend
 
@@ -304,13 +304,6 @@ def test_a_pool_that_is_never_closed_ends_with_the_interpreter() -> None:
         lease = pool.acquire("host")
         print(lease.exec("true").exit_code, flush=True)
     """)
-    done = subprocess.run(
-        [sys.executable, "-c", script],
-        capture_output=True,
-        text=True,
-        timeout=50,
-        env={**os.environ, "PYTHONPATH": "."},
-    )
 
     assert done.returncode == 0
     assert done.stdout.splitlines() == ["0", "destroyed"], done.stderr

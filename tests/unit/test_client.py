@@ -7,7 +7,6 @@ from contextlib import asynccontextmanager
 import anyio
 import anyio.lowlevel
 import pytest
-import trio.testing
 
 from agentsandbox.client import Lease, SandboxClient
 from agentsandbox.errors import (
@@ -24,7 +23,7 @@ from agentsandbox.errors import (
     UsageError,
 )
 from agentsandbox.models.timing import StartKind
-from agentsandbox.testing.virtualtime import VirtualTimeLoop
+from agentsandbox.testing.virtualtime import virtual_time
 
 from .warmpool.fake_backend import FakeBackend
 
@@ -34,9 +33,7 @@ pytestmark = pytest.mark.anyio
 @pytest.fixture(params=["asyncio", "trio"])
 def anyio_backend(request):
     """Virtual time: nothing here uses sockets, threads or processes."""
-    if request.param == "asyncio":
-        return "asyncio", {"loop_factory": VirtualTimeLoop}
-    return "trio", {"clock": trio.testing.MockClock(autojump_threshold=0)}
+    return virtual_time(request.param)
 
 
 @asynccontextmanager

@@ -49,6 +49,7 @@ PUBLIC = [
     "SandboxLost",
     "SandboxPool",
     "Status",
+    "StragglerPolicy",
     "TTFCSample",
     "TTFCSummary",
     "UsageError",

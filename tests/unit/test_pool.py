@@ -203,7 +203,7 @@ async def test_the_pool_shows_its_state() -> None:
         pytest.param({"images": {}}, "images is empty", id="no images"),
         pytest.param({"parallelism": 0}, "parallelism must be", id="parallelism 0"),
         pytest.param({"rollout": lambda sandbox, episode: 1.0}, "not async", id="sync rollout"),
-        pytest.param({"deadline": -1}, "deadline must be above 0", id="deadline below 0"),
+        pytest.param({"deadline": -1}, "deadline must be a number above 0", id="deadline below 0"),
         pytest.param({"failure_threshold": 2}, "share from 0 to 1", id="threshold"),
         pytest.param({"max_sandboxes": 0}, "max_sandboxes must be", id="an option of the client"),
     ],

@@ -13,6 +13,7 @@ from rich.console import Console
 from agentsandbox.cli.cluster_commands import job, reap, ttfc
 from agentsandbox.cli.cluster_options import (
     CLUSTERS,
+    Backend,
     ClusterOptions,
     Context,
     ImageUser,
@@ -21,6 +22,7 @@ from agentsandbox.cli.cluster_options import (
     RuntimeClass,
 )
 from agentsandbox.cli.planning_commands import plan, simulate
+from agentsandbox.cli.reporting import report
 from agentsandbox.cli.running import running as _run
 from agentsandbox.errors import ConfigurationError
 
@@ -36,7 +38,6 @@ bench = typer.Typer(no_args_is_help=True, help="Measure, each figure beside its 
 app.add_typer(bench, name="bench")
 
 Output = Annotated[Path, typer.Option(help="Directory of the run.", show_default=False)]
-Backend = Annotated[str, typer.Option(help="Where sandboxes come from.")]
 Image = Annotated[str, typer.Option(help="What they are made from: 'host', a directory, or an image archive.")]
 AnyImage = Annotated[
     str | None,
@@ -45,19 +46,44 @@ AnyImage = Annotated[
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
 
+def _tell_version(wanted: bool) -> None:
+    if wanted:
+        from importlib.metadata import version
+
+        typer.echo(f"agentsandbox {version('agentsandbox')}")
+        raise typer.Exit
+
+
+@app.callback()
+def _everywhere(
+    *,
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version.", callback=_tell_version, is_eager=True)
+    ] = False,
+) -> None:
+    pass
+
+
 @app.command()
 def run(
-    output: Annotated[Path | None, typer.Option(help="Directory of the run.", show_default=False)] = None,
+    output: Annotated[
+        Path | None, typer.Option(help="Directory for a new run. It must not exist.", show_default=False)
+    ] = None,
     *,
     resume: Annotated[
-        Path | None, typer.Option(help="Directory of a run that was killed: go on with it.", show_default=False)
+        Path | None,
+        typer.Option(
+            help="Directory of a run that was killed: go on with it. Instead of --output.", show_default=False
+        ),
     ] = None,
     count: Annotated[int | None, typer.Option(help="Episodes to run. Default: 10, or all tasks.")] = None,
     parallelism: Annotated[int | None, typer.Option(help="Episodes at once. Default: all.")] = None,
     backend: Backend = "local",
     image: AnyImage = None,
-    tasks: Annotated[Path | None, typer.Option(help="File with one task, a JSON object, a line.")] = None,
-    rollout: Annotated[str | None, typer.Option(help="Async function module:function(sandbox, episode).")] = None,
+    tasks: Annotated[Path | None, typer.Option(help="File of tasks, one JSON object a line. Needs --rollout.")] = None,
+    rollout: Annotated[
+        str | None, typer.Option(help="What runs them, as module:function: async, of a sandbox and an episode.")
+    ] = None,
     context: Context = None,
     namespace: Namespace = None,
     runtime_class: RuntimeClass = None,
@@ -70,8 +96,8 @@ def run(
     Without --tasks each episode repairs a boundary bug and shows that the test fails before and passes after. On a
     cluster there are pods.json and events.txt as well. The exit code is 0 only if every episode has a valid reward.
     """
-    from agentsandbox.cli.run import RunOptions
     from agentsandbox.cli.run import run as run_batch
+    from agentsandbox.cli.run_options import RunOptions
 
     directory = output if resume is None else resume
     if directory is None or (output is not None and resume is not None):
@@ -106,7 +132,7 @@ def cleanup(output: Output) -> None:
 def doctor(
     backend: Backend = "local",
     *,
-    image: Annotated[list[str] | None, typer.Option(help="Make a sandbox of it, too. May be repeated.")] = None,
+    image: Annotated[list[str] | None, typer.Option(help="Make a sandbox of this image, too. May be repeated.")] = None,
     as_json: Json = False,
     context: Context = None,
     namespace: Namespace = None,
@@ -193,7 +219,7 @@ def bench_rollout(
     backend: Backend = "local",
     image: Image = "host",
     *,
-    count: Annotated[int, typer.Option(min=1, help="Episodes.")] = 1000,
+    count: Annotated[int, typer.Option(min=1, help="Episodes, a multiple of 100.")] = 1000,
     concurrency: Annotated[int, typer.Option(min=1, help="Episodes at once.")] = 8,
     as_json: Json = False,
 ) -> None:
@@ -203,6 +229,7 @@ def bench_rollout(
     _print(_run(benches.bench_rollout, backend, image, count=count, concurrency=concurrency), as_json=as_json)
 
 
+app.command()(report)
 app.command()(ttfc)
 app.command()(plan)
 app.command()(simulate)

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 import anyio
 
 from agentsandbox.backends.kubernetes.api import KubernetesApi
+from agentsandbox.backends.kubernetes.backend import KubernetesBackend
 from agentsandbox.backends.kubernetes.evidence import cluster_facts
 from agentsandbox.backends.kubernetes.manifests import exec_params, exec_path
-from agentsandbox.backends.kubernetes.pods import KubernetesBackend
 from agentsandbox.cli.bench import environment, spread, timed
 from agentsandbox.cli.cluster_options import DEFAULT_IMAGE
 from agentsandbox.errors import ProtocolError

@@ -13,6 +13,7 @@ from rich.console import Console
 from agentsandbox.cli.cluster_options import (
     DEFAULT_IMAGE,
     DEFAULT_USER,
+    Backend,
     ClusterOptions,
     Context,
     ImageUser,
@@ -53,7 +54,9 @@ def job_run(
     count: Annotated[int, typer.Option(help="Episodes.")] = 10,
     parallelism: Annotated[int | None, typer.Option(help="Episodes at once. Default: all.")] = None,
     image: Annotated[str, typer.Option(help="An image with python3, 3.9 or later.")] = DEFAULT_IMAGE,
-    script: Annotated[Path | None, typer.Option(help="An episode of your own. Default: the built-in one.")] = None,
+    script: Annotated[
+        Path | None, typer.Option(help="Python file with an episode of your own. Default: the built-in one.")
+    ] = None,
     timeout: Annotated[int, typer.Option(help="Seconds after which the cluster ends the Job.")] = 240,
     user: Annotated[int, typer.Option(help="User and group id that episodes run as.")] = DEFAULT_USER,
     context: Context = None,
@@ -99,11 +102,16 @@ def job_cleanup(output: Annotated[Path, typer.Option(help="Directory of the run.
 def ttfc(
     *,
     scenario: Annotated[str, typer.Option(help="warm, cold or many-images.")] = "warm",
-    count: Annotated[int, typer.Option(min=1, help="Sandboxes at once.")] = 10,
-    rounds: Annotated[int, typer.Option(min=1, help="How often.")] = 3,
-    backend: Annotated[str, typer.Option(help="Where sandboxes come from.")] = "local",
-    image: Annotated[list[str] | None, typer.Option(help="What they are made from. May be repeated.")] = None,
-    parallelism: Annotated[int | None, typer.Option(min=1, help="Episodes at once. Default: all of a round.")] = None,
+    count: Annotated[int, typer.Option(min=1, help="Sandboxes of a round.")] = 10,
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds.")] = 3,
+    backend: Backend = "local",
+    image: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="What they are made from. Default: 'host', on a cluster python:3.12-alpine. Repeated for many-images."
+        ),
+    ] = None,
+    parallelism: Annotated[int | None, typer.Option(min=1, help="Sandboxes at once. Default: all of a round.")] = None,
     output: Annotated[Path | None, typer.Option(help="File for the whole report, as JSON.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
     context: Context = None,

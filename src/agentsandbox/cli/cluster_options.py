@@ -13,6 +13,7 @@ from agentsandbox.errors import ConfigurationError
 __all__ = [
     "CLUSTERS",
     "DEFAULT_IMAGE",
+    "Backend",
     "ClusterOptions",
     "Context",
     "ImageUser",
@@ -21,12 +22,27 @@ __all__ = [
     "RuntimeClass",
 ]
 
+
+def _sandboxes_are_real(backend: str) -> str:
+    if backend == "simulated":
+        raise typer.BadParameter("'simulated' is a model that runs no commands; agentsandbox simulate is for it")
+    return backend
+
+
+Backend = Annotated[
+    str,
+    typer.Option(help="Where sandboxes come from: local, kubernetes, agent-sandbox.", callback=_sandboxes_are_real),
+]
 Context = Annotated[str | None, typer.Option(help="Kubeconfig context. Default: the current one.")]
 Namespace = Annotated[
-    str | None, typer.Option(help="Namespace on the cluster. Default for run and job: one of its own.")
+    str | None,
+    typer.Option(help="Namespace on the cluster. Default: the context's; run and job run make one of their own."),
 ]
 RuntimeClass = Annotated[str | None, typer.Option(help="Runtime class of the Pods, such as gvisor.")]
-ImageUser = Annotated[int | None, typer.Option("--user", help="User id that Pods run as. Default: the image's.")]
+ImageUser = Annotated[
+    int | None,
+    typer.Option("--user", help="User id that Pods run as. Default: the image's; 1000 if no image is given."),
+]
 RunAsRoot = Annotated[bool, typer.Option(help="Let Pods run as root, which images need that name no user.")]
 
 CLUSTERS = ("kubernetes", "agent-sandbox")

@@ -12,8 +12,8 @@ import anyio
 
 from agentsandbox.backends.kubernetes import owned, reaping
 from agentsandbox.backends.kubernetes.api import KubernetesApi
+from agentsandbox.backends.kubernetes.backend import KubernetesBackend
 from agentsandbox.backends.kubernetes.evidence import events_text, shown
-from agentsandbox.backends.kubernetes.pods import KubernetesBackend
 from agentsandbox.backends.kubernetes.preflight import check_runtime_class
 from agentsandbox.backends.opening import backend_class
 from agentsandbox.cli.pods import PodRecorder

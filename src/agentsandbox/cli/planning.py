@@ -13,16 +13,44 @@ from agentsandbox.errors import ConfigurationError
 from agentsandbox.hydration.prepull import Hydration
 
 if TYPE_CHECKING:
-    from agentsandbox.cli.cluster_options import ClusterOptions
-    from agentsandbox.hydration import NodeFacts, Plan
+    from collections.abc import Iterable
+    from pathlib import Path
 
-__all__ = ["carry_out", "lines", "node_list", "report"]
+    from agentsandbox.cli.cluster_options import ClusterOptions
+    from agentsandbox.cli.workload import Inputs
+    from agentsandbox.hydration import ImageUse, NodeFacts, Plan
+
+__all__ = ["carry_out", "lines", "node_list", "read_batches", "report"]
 
 _CONNECTIONS = 8
 """To a cluster, for a few questions."""
 
 _SHOWN = 10
 """Nodes, and images that do not fit, that are printed; all are in the JSON."""
+
+
+async def read_batches(
+    inputs: Inputs, ahead: Iterable[Path], *, rollouts: int, seconds: float
+) -> tuple[list[tuple[ImageUse, ...]], dict[str, str]]:
+    """
+    Read the images of a batch, and of those after it, which are listed in the same way.
+
+    Returns:
+        The batches; and image → why what it weighs is not known.
+
+    Raises:
+        ConfigurationError: If something cannot be read.
+
+    """
+    uses, unread = await inputs.read(rollouts=rollouts, seconds=seconds)
+    batches = [uses]
+    place = next(name for name in ("csv", "oci_layout", "registry_images") if getattr(inputs, name) is not None)
+    for path in ahead:
+        there: dict[str, Any] = {place: path}
+        uses, more = await attrs.evolve(inputs, **there).read(rollouts=rollouts, seconds=seconds)
+        batches.append(uses)
+        unread |= more
+    return batches, unread
 
 
 async def node_list(
@@ -106,7 +134,9 @@ async def carry_out(planned: Plan, backend: str, cluster: ClusterOptions, *, lan
 
 def report(plan: Plan) -> dict[str, Any]:
     """Put a plan into dictionaries, lists, strings, numbers and ``None``."""
-    return {**attrs.asdict(plan), "stall_seconds": plan.stall_seconds}
+    ahead = [{**attrs.asdict(each), "stall_seconds": each.stall_seconds} for each in plan.ahead]
+    made = {**attrs.asdict(plan), "stall_seconds": plan.stall_seconds, "ahead": ahead}
+    return {**made, "total_seconds": plan.total_seconds}
 
 
 def lines(made: dict[str, Any]) -> list[str]:
@@ -131,10 +161,32 @@ def lines(made: dict[str, Any]) -> list[str]:
         )
     if len(nodes) > _SHOWN:
         text.append(f"  and {len(nodes) - _SHOWN} more nodes")
+    text += _ahead(made)
     text += [f"could not be fetched: {image}: {why}" for image, why in (made.get("failed") or {}).items()]
-    text += [f"does not fit: {each['image']}: {each['reason']}" for each in made["unplaced"][:_SHOWN]]
-    if len(made["unplaced"]) > _SHOWN:
-        text.append(f"and {len(made['unplaced']) - _SHOWN} more images do not fit")
+    unplaced = {each["image"]: each["reason"] for batch in (made, *made["ahead"]) for each in batch["unplaced"]}
+    text += [f"does not fit: {image}: {reason}" for image, reason in list(unplaced.items())[:_SHOWN]]
+    if len(unplaced) > _SHOWN:
+        text.append(f"and {len(unplaced) - _SHOWN} more images do not fit")
     if (advice := made["advice"]) is not None:
         text.append(f"what would help most: {advice['change']}: {advice['effect']}")
+    return text
+
+
+def _ahead(made: dict[str, Any]) -> list[str]:
+    """Say what several batches come to, one after another."""
+    if not made["ahead"]:
+        return []
+    batches = (made, *made["ahead"])
+    fetched = sum(each["pulled"] for each in batches) / 1e9
+    total, least = made["total_seconds"], made["total_bound_seconds"]
+    first = f"{len(batches)} batches, one after another: predicted {total:.0f} s, and no plan could be faster than "
+    text = [first + f"{least:.0f} s; {fetched:.1f} GB to fetch"]
+    for number, each in enumerate(batches, 1):
+        gone = sum(step["evict"] is not None for node in each["nodes"] for step in node["steps"])
+        pulls = sum(step["pull"] is not None for node in each["nodes"] for step in node["steps"])
+        text.append(
+            f"  batch {number}: {each['complete_seconds']:.0f} s for {len(each['placement'])} images, {pulls} of them "
+            f"to fetch ({each['pulled'] / 1e9:.1f} GB) and {gone} others to remove for that; "
+            f"images on their way hold it up by {each['stall_seconds']:.0f} s"
+        )
     return text

@@ -5,14 +5,18 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
+import anyio
 import attrs
 import typer
 from rich.console import Console
 
 from agentsandbox.cli.cluster_options import ClusterOptions, Context, Namespace
+from agentsandbox.cli.output import write_json
 from agentsandbox.cli.running import refusing, running
 
 __all__ = ["plan", "simulate"]
@@ -21,8 +25,22 @@ Images = Annotated[int, typer.Option(min=1, help="Images, made up: of ten reposi
 Rollouts = Annotated[int, typer.Option(min=1, help="Rollouts of each image.")]
 Nodes = Annotated[int, typer.Option(min=1, help="Nodes.")]
 Seconds = Annotated[float, typer.Option(min=0.001, help="What a rollout takes, on average.")]
-Csv = Annotated[Path | None, typer.Option(help="File with the images: image,size,rollouts,seconds,… instead.")]
-Layout = Annotated[Path | None, typer.Option("--oci-layout", help="OCI layout with the images instead.")]
+Csv = Annotated[
+    Path | None, typer.Option(help="File with the images, with columns such as image,size,rollouts,seconds.")
+]
+Layout = Annotated[Path | None, typer.Option("--oci-layout", help="OCI layout with the images.")]
+RegistryImages = Annotated[
+    Path | None,
+    typer.Option(
+        "--registry-images", help="File with image references, one a line; their registries say what they weigh."
+    ),
+]
+Platform = Annotated[str, typer.Option(help="Which of an image that is there for several platforms.")]
+PlainHttp = Annotated[
+    list[str] | None, typer.Option("--plain-http", help="Registry to ask without TLS: HOST or HOST:PORT.")
+]
+CaFile = Annotated[Path | None, typer.Option("--ca-file", help="Certificates to trust besides the system's.")]
+RegistryTimeout = Annotated[float, typer.Option(min=1.0, help="Seconds that registries have for all images.")]
 Disk = Annotated[float | None, typer.Option(min=0.1, help="Disk of each node, in GB. Default: the model's.")]
 PodsPerNode = Annotated[int | None, typer.Option(min=1, help="Pods that a node takes. Default: the model's.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
@@ -40,12 +58,20 @@ def simulate(
     shape: Annotated[list[str] | None, typer.Option(help="hydrated or cold-nodes. Default: both.")] = None,
     csv: Csv = None,
     oci_layout: Layout = None,
+    registry_images: RegistryImages = None,
+    platform: Platform = "linux/amd64",
+    plain_http: PlainHttp = None,
+    ca_file: CaFile = None,
+    registry_timeout: RegistryTimeout = 600.0,
     disk: Disk = None,
     pods_per_node: PodsPerNode = None,
     seed: Annotated[int, typer.Option(help="Of everything that is left to chance.")] = 0,
     output: Annotated[Path | None, typer.Option(help="File for the whole report, as JSON.")] = None,
     figure: Annotated[Path | None, typer.Option(help="File for a figure: .png, .svg or .pdf.")] = None,
     journal: Annotated[Path | None, typer.Option(help="Directory for the record of events of each run.")] = None,
+    jobs: Annotated[
+        int | None, typer.Option(min=1, help="Runs at a time, a process each. Default: as many as processors.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """
@@ -57,30 +83,45 @@ def simulate(
     from agentsandbox.backends.simulated import ClusterModel
     from agentsandbox.cli.simulation import SHAPES
     from agentsandbox.cli.simulation import simulate as measure
-    from agentsandbox.cli.simulation_table import draw, show
+    from agentsandbox.cli.simulation_table import draw, require_matplotlib, show
     from agentsandbox.cli.strategies import STRATEGIES
-    from agentsandbox.cli.workload import made_up, of_uses, read_uses
+    from agentsandbox.cli.workload import Inputs, made_up, of_uses
+
+    inputs = Inputs(
+        csv=csv,
+        oci_layout=oci_layout,
+        registry_images=registry_images,
+        platform=platform,
+        plain_http=tuple(plain_http or ()),
+        ca_file=ca_file,
+        deadline=registry_timeout,
+    )
 
     def act() -> dict[str, object]:
+        if figure is not None:
+            require_matplotlib()  # before anything is simulated, which takes a while
         model = ClusterModel(nodes=nodes)
         if disk is not None:
             model = attrs.evolve(model, disk=round(disk * 1e9))
         if pods_per_node is not None:
             model = attrs.evolve(model, pods_per_node=pods_per_node)
-        if csv is None and oci_layout is None:
+        unread: dict[str, str] = {}
+        if csv is None and oci_layout is None and registry_images is None:
             workload = made_up(model, images=images, rollouts=rollouts_per_image, seconds=seconds, seed=seed)
         else:
-            uses = read_uses(csv, oci_layout, rollouts=rollouts_per_image, seconds=seconds)
+            uses, unread = anyio.run(partial(inputs.read, rollouts=rollouts_per_image, seconds=seconds))
             workload = of_uses(model, uses, seed=seed)
         report = measure(
             workload,
             tuple(strategy or STRATEGIES),
             shapes=tuple(shape or SHAPES),
             journal=journal,
-            progress=lambda text: Console(stderr=True).print(f"simulating {text}", markup=False, highlight=False),
+            jobs=jobs,
+            progress=lambda text: Console(stderr=True).print(f"simulated {text}", markup=False, highlight=False),
         )
+        report["unread"] = unread
         if output is not None:
-            output.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+            write_json(output, report)
         if figure is not None:
             draw(report, figure)
         return report
@@ -90,12 +131,24 @@ def simulate(
         typer.echo(json.dumps(report))
     else:
         show(report, Console(width=None if sys.stdout.isatty() else 120))
+    _tell(report)
+    if report["unread"]:
+        raise typer.Exit(1)
 
 
 def plan(
     *,
     csv: Csv = None,
     oci_layout: Layout = None,
+    registry_images: RegistryImages = None,
+    ahead: Annotated[
+        list[Path] | None,
+        typer.Option(help="Images of the batch that comes next, listed in the same way. Again for each after it."),
+    ] = None,
+    platform: Platform = "linux/amd64",
+    plain_http: PlainHttp = None,
+    ca_file: CaFile = None,
+    registry_timeout: RegistryTimeout = 600.0,
     rollouts_per_image: Rollouts = 4,
     seconds: Seconds = 60.0,
     backend: Annotated[
@@ -119,21 +172,30 @@ def plan(
 
     Nothing is changed anywhere without --fetch. What is predicted is a prediction.
     """
-    from agentsandbox.cli.planning import carry_out, lines, node_list, report
-    from agentsandbox.cli.workload import read_uses
+    from agentsandbox.cli.planning import carry_out, lines, node_list, read_batches, report
+    from agentsandbox.cli.workload import Inputs
     from agentsandbox.hydration import plan as make
 
     cluster = ClusterOptions(context=context, namespace=namespace)
+    inputs = Inputs(
+        csv=csv,
+        oci_layout=oci_layout,
+        registry_images=registry_images,
+        platform=platform,
+        plain_http=tuple(plain_http or ()),
+        ca_file=ca_file,
+        deadline=registry_timeout,
+    )
 
-    async def act() -> dict[str, object]:
-        uses = read_uses(csv, oci_layout, rollouts=rollouts_per_image, seconds=seconds)
+    async def act() -> dict[str, Any]:
+        batches, unread = await read_batches(inputs, ahead or (), rollouts=rollouts_per_image, seconds=seconds)
         where = await node_list(
             backend, cluster, count=nodes, disk=disk, pods_per_node=pods_per_node, headroom=headroom
         )
-        planned = make(uses, where)
-        made = report(planned)
+        planned = make(batches[0], where, ahead=batches[1:])
+        made = {**report(planned), "unread": unread}
         if output is not None:
-            output.write_text(json.dumps(made, indent=2) + "\n", encoding="utf-8")
+            write_json(output, made)
         if fetch:
             made["failed"] = await carry_out(planned, backend, cluster, lanes=lanes)
         return made
@@ -144,5 +206,12 @@ def plan(
     else:
         for line in lines(made):
             Console(soft_wrap=True).print(line, markup=False, highlight=False)
-    if made["unplaced"] or made.get("failed"):
+    _tell(made)
+    if made["unread"] or made.get("failed") or any(each["unplaced"] for each in (made, *made["ahead"])):
         raise typer.Exit(1)
+
+
+def _tell(made: Mapping[str, Any]) -> None:
+    """Name all images that no registry would say anything of; the others are planned for all the same."""
+    for image, why in made["unread"].items():
+        Console(stderr=True, soft_wrap=True).print(f"left out: {image}: {why}", markup=False, highlight=False)

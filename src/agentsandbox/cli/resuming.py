@@ -17,7 +17,7 @@ from agentsandbox.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from agentsandbox.cli.output import OutputDirectory
-    from agentsandbox.cli.run import RunOptions
+    from agentsandbox.cli.run_options import RunOptions
     from agentsandbox.models.episode import Episode
 
 __all__ = ["BATCH_ID", "JOURNAL", "keep", "refuse_others", "settings", "take_up"]

@@ -6,20 +6,20 @@ from __future__ import annotations
 import os
 import uuid
 from collections.abc import Awaitable, Callable, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import attrs
 
 from agentsandbox.backends.local.leftovers import started
 from agentsandbox.backends.opening import open_backend
-from agentsandbox.cli.cluster_options import CLUSTERS, DEFAULT_IMAGE, ClusterOptions
+from agentsandbox.cli.cluster_options import CLUSTERS
 from agentsandbox.cli.output import OutputDirectory
 from agentsandbox.cli.progress import BatchProgress
 from agentsandbox.cli.resuming import BATCH_ID, JOURNAL, keep, refuse_others, settings, take_up
 from agentsandbox.cli.shipping import episodes, repair
 from agentsandbox.cli.tasks import load_rollout, load_tasks
 from agentsandbox.errors import ConfigurationError
+from agentsandbox.metrics.resets import ResetTally
 from agentsandbox.models.reset import ResetPolicy
 from agentsandbox.models.sandbox import SandboxSpec
 from agentsandbox.pool import SandboxPool
@@ -31,29 +31,10 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from agentsandbox.backends.base import Backend
+    from agentsandbox.cli.run_options import RunOptions
     from agentsandbox.models.episode import Episode, EpisodeRecord
 
-__all__ = ["RunOptions", "run"]
-
-
-@attrs.frozen(kw_only=True)
-class RunOptions:
-    """What the user asked for."""
-
-    output: Path
-    count: int | None = None
-    parallelism: int | None = None
-    backend: str = "local"
-    image: str | None = None
-    tasks: Path | None = None
-    rollout: str | None = None
-    cluster: ClusterOptions = attrs.Factory(ClusterOptions)
-    resume: bool = False
-
-    @property
-    def default_image(self) -> str:
-        """The image of episodes that name none."""
-        return self.image or (DEFAULT_IMAGE if self.backend in CLUSTERS else "host")
+__all__ = ["run"]
 
 
 def _rollout(options: RunOptions) -> Callable[..., Awaitable[Any]]:
@@ -199,7 +180,7 @@ async def _run(
     *,
     amend: Callable[[dict[str, Any], tuple[EpisodeRecord, ...]], None] = lambda *_: None,
 ) -> bool:
-    options, batch = plan.options, plan.batch
+    options, batch, resets = plan.options, plan.batch, ResetTally()
     console.print(f"run {plan.run_id}: {len(batch)} episodes, {plan.parallelism} at once", highlight=False)
     with BatchProgress(len(batch), console) as progress:
         try:
@@ -212,7 +193,7 @@ async def _run(
                 reset=plan.reset,
                 max_sandboxes=plan.max_sandboxes,
                 journal=Journal(options.output / JOURNAL, resume=True, retry=options.resume),
-                sink=(output, progress),
+                sink=(output, progress, resets),
             ) as pool:
                 result = await pool.rollout(batch, batch_id=BATCH_ID, output=options.output / "artifacts")
         finally:
@@ -224,6 +205,7 @@ async def _run(
         image=options.default_image,
         parallelism=plan.parallelism,
         run_id=plan.run_id,
+        resets=resets,
     )
     amend(report, result.records)
     console.print(

@@ -3,7 +3,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+import signal
+import threading
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import anyio
@@ -27,5 +30,18 @@ def refusing(action: Callable[[], T]) -> T:
 
 
 def running(action: Callable[..., Awaitable[T]], *args: Any, **options: Any) -> T:
-    """Run *action* on asyncio, like :func:`refusing`."""
-    return refusing(lambda: anyio.run(lambda: action(*args, **options)))
+    """Run *action* on asyncio, like :func:`refusing`. SIGTERM ends it as Ctrl-C does: what it has made is removed."""
+    with _terminable():
+        return refusing(lambda: anyio.run(lambda: action(*args, **options)))
+
+
+@contextmanager
+def _terminable() -> Iterator[None]:
+    if threading.current_thread() is not threading.main_thread():
+        yield  # signals are the main thread's
+        return
+    before = signal.signal(signal.SIGTERM, lambda _number, _frame: signal.raise_signal(signal.SIGINT))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

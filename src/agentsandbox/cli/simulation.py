@@ -5,17 +5,19 @@ from __future__ import annotations
 
 import hashlib
 import json
+import multiprocessing
+import os
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-import anyio
 import attrs
 
-from agentsandbox.backends.simulated.virtualtime import VirtualTimeLoop
+from agentsandbox.backends.simulated import virtualtime
 from agentsandbox.cli.strategies import STRATEGIES, run
 from agentsandbox.errors import ConfigurationError
 from agentsandbox.hydration import plan
@@ -80,6 +82,7 @@ def simulate(
     *,
     shapes: tuple[str, ...] = tuple(SHAPES),
     journal: Path | None = None,
+    jobs: int | None = None,
     progress: Callable[[str], None] = lambda _text: None,
 ) -> dict[str, Any]:
     """
@@ -90,6 +93,8 @@ def simulate(
         strategies: Of :data:`~agentsandbox.cli.strategies.STRATEGIES`.
         shapes: Of :data:`SHAPES`.
         journal: Directory for the record of events of each run.
+        jobs: How many runs at a time, each in a process of its own; 1 for all of them here, ``None`` for as many as
+            there are processors. Runs know nothing of each other, so the results are the same.
         progress: Told what is done.
 
     Returns:
@@ -112,12 +117,13 @@ def simulate(
         )
     if journal is not None:
         journal.mkdir(parents=True, exist_ok=True)
-    rows = []
     least = {shape: bounds(workload, hydrated=SHAPES[shape]) for shape in shapes}
-    for shape in shapes:
-        for strategy in strategies:
-            progress(f"{shape}: {strategy}")
-            rows.append(_row(workload, strategy, planned, shape, least[shape], journal))
+    runs = [
+        partial(_row, workload, strategy, planned, shape, least[shape], journal)
+        for shape in shapes
+        for strategy in strategies
+    ]
+    rows = _all(runs, jobs or len(os.sched_getaffinity(0)), progress)
     return {
         "simulated": True,
         "images": len(workload.uses),
@@ -131,6 +137,24 @@ def simulate(
     }
 
 
+def _all(
+    runs: Sequence[Callable[[], dict[str, Any]]], jobs: int, progress: Callable[[str], None]
+) -> list[dict[str, Any]]:
+    def told(row: dict[str, Any]) -> dict[str, Any]:
+        progress(f"{row['shape']}: {row['strategy']}, in {row['took_seconds']:.0f} s")
+        return row
+
+    if min(jobs, len(runs)) == 1:
+        return [told(run()) for run in runs]
+    # Not by fork: what else this process does must not be in the others.
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(min(jobs, len(runs)), mp_context=context) as executor:
+        futures = [executor.submit(run) for run in runs]
+        for future in as_completed(futures):
+            told(future.result())
+    return [future.result() for future in futures]
+
+
 def _row(
     workload: Workload,
     strategy: str,
@@ -141,16 +165,15 @@ def _row(
 ) -> dict[str, Any]:
     began = time.perf_counter()
     hydrated = SHAPES[shape]
-    options = {"loop_factory": VirtualTimeLoop}
     if journal is None:
         record = EventRecord()
         act = partial(run, workload, strategy, planned, hydrated=hydrated, sink=record)
-        done = anyio.run(act, backend_options=options)
+        done = virtualtime.run(act)
     else:
         with (journal / f"{shape}-{strategy}.log").open("wb") as file:
             record = EventRecord(file.write)
             act = partial(run, workload, strategy, planned, hydrated=hydrated, sink=record)
-            done = anyio.run(act, backend_options=options)
+            done = virtualtime.run(act)
     return {
         "shape": shape,
         **row(done, workload, least),
@@ -248,9 +271,12 @@ def _filling(workload: Workload, places: int) -> float:
     Return the seconds that places lose, all together, before their first rollouts can begin on empty nodes.
 
     The scheduler binds one Pod after another; and as many places as an image has rollouts need that image, of which all
-    nodes together fetch so many bytes a second, the smallest first at best.
+    nodes together fetch so many bytes a second, the smallest first at best. None is there before its largest layer,
+    which is fetched by one pull, at a pull's share of the rate.
     """
     model = workload.model
+    largest = min(max(layer.unpacked for layer in use.image.layers) for use in workload.uses)
+    first = model.pull_overhead + model.pulls_at_once * largest / model.unpack_rate
     sharing = Counter(layer.digest for use in workload.uses for layer in use.image.layers)
     parts = []
     for use in workload.uses:
@@ -260,7 +286,7 @@ def _filling(workload: Workload, places: int) -> float:
     lost = fetched = 0.0
     for bound, seconds in enumerate(sorted(parts)[:places], 1):
         fetched += seconds
-        lost += max(bound / model.scheduler_rate, fetched)
+        lost += max(bound / model.scheduler_rate, fetched, first)
     return lost
 
 

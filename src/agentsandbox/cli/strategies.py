@@ -12,7 +12,8 @@ How a batch can be brought to sandboxes. All of them are settings of the same en
     The same with windows of half the size, so that the next one is filled while one is used.
 ``ours``
     Sandboxes stay and change their image in place, on the node that a plan has put the image on, in the plan's order;
-    episodes are admitted as their sandboxes become ready.
+    episodes are admitted as their sandboxes become ready, and no rollout waits for a sandbox that straggles while
+    another one could become its.
 
 The middle three follow the descriptions of the upstream RL example (kubernetes-sigs/agent-sandbox,
 examples/agent-sandbox-rl, ``docs/strategies.md``).
@@ -36,6 +37,7 @@ from agentsandbox.models.events import discard
 from agentsandbox.models.reset import ResetPolicy
 from agentsandbox.rollouts.admission import Admission
 from agentsandbox.rollouts.gather import gather_rollouts
+from agentsandbox.warmpool.stragglers import StragglerPolicy
 
 if TYPE_CHECKING:
     from agentsandbox.cli.workload import Workload
@@ -109,6 +111,7 @@ class _Setting:
     run: Run
     plan: Plan
     lanes: int
+    stragglers: StragglerPolicy
     ready: _Ready = attrs.field(factory=_Ready)
     admission: Admission = attrs.field(factory=lambda: Admission(_PATIENCE))
 
@@ -124,6 +127,7 @@ class _Setting:
             acquire_timeout=None,
             create_timeout=_PATIENCE,
             reset=ResetPolicy(budget_seconds=_PATIENCE),
+            stragglers=self.stragglers,
             sink=(self.sink, self.ready, self.admission),
         )
         client.run_id = "simulated"  # names must not differ from run to run
@@ -303,6 +307,7 @@ async def run(workload: Workload, strategy: str, planned: Plan, *, hydrated: boo
         seed=workload.seed,
     )
     over = Run(strategy, backend)
-    setting = _Setting(workload, backend, sink, hydrated, over, planned, lanes)
+    stragglers = StragglerPolicy() if ours else StragglerPolicy(share=0)  # the others count on every sandbox
+    setting = _Setting(workload, backend, sink, hydrated, over, planned, lanes, stragglers)
     await STRATEGIES[strategy](setting)
     return over

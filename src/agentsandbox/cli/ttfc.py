@@ -109,7 +109,7 @@ class _Measurement:
         options = self.options
         if options.backend != "kubernetes":
             return open_backend(options.backend, run_id=self.run_id)
-        from agentsandbox.backends.kubernetes.pods import KubernetesBackend
+        from agentsandbox.backends.kubernetes.backend import KubernetesBackend
         from agentsandbox.cli.pods import PodRecorder
 
         if self.pods is None:

@@ -13,7 +13,8 @@ import attrs
 from agentsandbox.backends.simulated.catalogue import catalogue
 from agentsandbox.errors import ConfigurationError
 from agentsandbox.hydration import ImageUse, NodeFacts
-from agentsandbox.hydration.inputs import from_csv, from_oci_layout
+from agentsandbox.hydration.inputs import from_csv, from_oci_layout, read_list
+from agentsandbox.hydration.manifest import PLATFORM
 from agentsandbox.models.episode import Episode
 
 if TYPE_CHECKING:
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 
     from agentsandbox.backends.simulated import ClusterModel
 
-__all__ = ["Workload", "made_up", "of_uses", "read_uses"]
+__all__ = ["Inputs", "Workload", "made_up", "of_uses"]
 
 _BETWEEN = 0.4
 """Standard deviation of the logarithm of what the rollouts of an image take on average; an assumption."""
@@ -104,19 +105,58 @@ def of_uses(model: ClusterModel, uses: Sequence[ImageUse], *, seed: int) -> Work
     return Workload(model=model, uses=tuple(uses), episodes=tuple(episodes), seed=seed)
 
 
-def read_uses(csv: Path | None, oci_layout: Path | None, *, rollouts: int, seconds: float) -> tuple[ImageUse, ...]:
-    """
-    Read images from one of two places.
+@attrs.frozen(kw_only=True)
+class Inputs:
+    """Where the images are listed, and how they are looked up there."""
 
-    Raises:
-        ConfigurationError: If both are named or neither, or it cannot be read.
+    csv: Path | None = None
+    """A file with what they weigh."""
+    oci_layout: Path | None = None
+    """A directory with their manifests."""
+    registry_images: Path | None = None
+    """A file with their names; registries have the manifests."""
+    platform: str = PLATFORM
+    """Of images that are there for several."""
+    plain_http: tuple[str, ...] = ()
+    """Registries without TLS."""
+    ca_file: Path | None = None
+    """Certificates for the others."""
+    deadline: float = 600.0
+    """Seconds that registries have."""
 
-    """
-    if csv is not None and oci_layout is None:
-        return from_csv(csv, rollouts=rollouts, seconds=seconds)
-    if oci_layout is not None and csv is None:
-        return from_oci_layout(oci_layout, rollouts=rollouts, seconds=seconds)
-    raise ConfigurationError("give either --csv or --oci-layout")
+    async def read(self, *, rollouts: int, seconds: float) -> tuple[tuple[ImageUse, ...], dict[str, str]]:
+        """
+        Read images from the one place that is named.
+
+        Returns:
+            The images; and image → why what it weighs is not known.
+
+        Raises:
+            ConfigurationError: If several places are named or none, it cannot be read, or no image of it can.
+
+        """
+        places = [path for path in (self.csv, self.oci_layout, self.registry_images) if path is not None]
+        if len(places) != 1:
+            raise ConfigurationError("give either --csv or --oci-layout or --registry-images")
+        if self.csv is not None:
+            return from_csv(self.csv, rollouts=rollouts, seconds=seconds), {}
+        if self.oci_layout is not None:
+            uses = from_oci_layout(self.oci_layout, rollouts=rollouts, seconds=seconds, platform=self.platform)
+            return uses, {}
+        from agentsandbox.hydration.registry import from_registry
+
+        wanted = read_list(places[0], rollouts=rollouts, seconds=seconds)
+        found = await from_registry(
+            wanted,
+            platform=self.platform,
+            plain_http=self.plain_http,
+            ca_file=self.ca_file,
+            deadline=self.deadline,
+        )
+        unread = {image: f"{type(error).__name__}: {error}" for image, error in found.failed.items()}
+        if not found.uses:
+            raise ConfigurationError("\n  ".join(["none of the images can be read:", *map(": ".join, unread.items())]))
+        return found.uses, unread
 
 
 def _factor(random: Random, deviation: float) -> float:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from agentsandbox.errors import ConfigurationError
 from agentsandbox.models.episode import Episode
+from agentsandbox.models.limits import check_count
 
 if TYPE_CHECKING:
     from agentsandbox.warmpool.engine import Engine
@@ -55,8 +56,7 @@ def count(batch: Iterable[Episode] | Mapping[str, int]) -> dict[str, int]:
         for image, number in batch.items():
             if not isinstance(image, str) or not image:
                 raise ConfigurationError(f"an image is a name such as 'host', not {image!r}")
-            if not isinstance(number, int) or isinstance(number, bool) or number < 0:
-                raise ConfigurationError(f"rollouts of image {image!r}: a whole number of at least 0, not {number!r}")
+            check_count(f"the number of rollouts of image {image!r}", number, least=0)
         return {image: number for image, number in batch.items() if number}
     counts: Counter[str] = Counter()
     for episode in batch:

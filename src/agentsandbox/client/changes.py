@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import posixpath
 import stat
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
@@ -92,10 +93,10 @@ def _side(entry: Entry | None, content: bytes | None) -> Side | None:
 def _parents(paths: set[str], below: str) -> set[str]:
     found = set()
     for path in paths:
-        above = os.path.dirname(path)  # noqa: PTH120 - of another machine
+        above = posixpath.dirname(path)
         while above.startswith(below) and above not in found:
             found.add(above)
-            above = os.path.dirname(above)  # noqa: PTH120
+            above = posixpath.dirname(above)
     return found
 
 

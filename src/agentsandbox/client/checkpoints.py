@@ -332,7 +332,7 @@ class _Directory:
         path.parent.mkdir(parents=True, exist_ok=True)
         descriptor, name = tempfile.mkstemp(prefix=".", suffix=".part", dir=path.parent)
         try:
-            with open(descriptor, "wb") as file:  # noqa: PTH123 - it is open already
+            with os.fdopen(descriptor, "wb") as file:
                 yield file
             Path(name).replace(path)
         except BaseException:

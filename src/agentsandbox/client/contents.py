@@ -5,21 +5,20 @@ from __future__ import annotations
 
 import os
 import secrets as tokens
-from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractAsyncContextManager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from agentsandbox.client import snapshots
 from agentsandbox.client.changes import DIFF_LIMIT
 from agentsandbox.client.checkpoints import CheckpointStore, as_store
-from agentsandbox.client.redaction import Redactor, check_secret, check_secrets
+from agentsandbox.client.hold import LeaseHold
+from agentsandbox.client.redaction import check_secret, check_secrets
 from agentsandbox.client.snapshots import FILE_LIMIT
 from agentsandbox.errors import ConfigurationError, SandboxLost
 from agentsandbox.models.changes import Checkpoint, Diff
+from agentsandbox.models.limits import check_count
 
 if TYPE_CHECKING:
-    from agentsandbox.warmpool.engine import Engine
     from agentsandbox.warmpool.tenure import Tenure
 
 __all__ = ["LeaseContents"]
@@ -28,28 +27,18 @@ SECRETS = "/dev/shm"  # noqa: S108 - inside sandboxes
 """Where files with credentials are: in memory, never on a disk, in no checkpoint, and in the scope of every reset."""
 
 
-class LeaseContents(ABC):
+class LeaseContents(LeaseHold):
     """What a lease knows of its sandbox's contents. Not to be used by itself: see :class:`Lease`."""
 
-    _engine: Engine
-
-    def __init__(self, store: CheckpointStore | None) -> None:
-        self._store = store
-        self._redactor = Redactor()
-        self._given: dict[str, str] = {}
-        self._placed: set[str] = set()
-        self._checkpoints: list[str] = []
-        self.restored: str | None = None
-        """The id of the checkpoint that its sandbox was last made to hold, if any."""
+    _store: CheckpointStore | None = None
+    _checkpoints: tuple[str, ...] = ()
+    restored: str | None = None
+    """The id of the checkpoint that its sandbox was last made to hold, if any."""
 
     @property
     def checkpoints(self) -> tuple[str, ...]:
         """The ids of the checkpoints that were made of its sandbox, in order."""
-        return tuple(self._checkpoints)
-
-    def redact(self, value: Any) -> Any:
-        """Return text, bytes, or what a container holds, without the credentials that this lease was ever given."""
-        return self._redactor.value(value)
+        return self._checkpoints
 
     def use_secrets(self, secrets: Mapping[str, str]) -> None:
         """
@@ -123,7 +112,7 @@ class LeaseContents(ABC):
         """
         if root is not None and (not isinstance(root, str) or not root.startswith("/")):
             raise ConfigurationError(f"root is an absolute path such as '/workspace', not {root!r}")
-        _check_limit(limit)
+        check_count("limit", limit)
         tenure = self._current()
         async with self._fence(tenure):
             baseline = self._engine.resets.baseline(tenure.sandbox)
@@ -160,7 +149,7 @@ class LeaseContents(ABC):
 
         """
         place = as_store(store if store is not None else self._store)
-        _check_limit(limit)
+        check_count("limit", limit)
         if isinstance(scope, str):
             raise ConfigurationError(f"scope is a list of directories; use [{scope!r}]")
         tenure = self._current()
@@ -168,7 +157,7 @@ class LeaseContents(ABC):
         wanted = tuple(scope) if scope is not None else self._scope(tenure)
         async with self._fence(tenure):
             made = await snapshots.checkpoint(tenure.sandbox, place, wanted, limit=limit, skip=self._placed)
-        self._checkpoints.append(made.id)
+        self._checkpoints += (made.id,)
         self._emit("lease.checkpoint", checkpoint=made.id, size=made.size, stored=made.stored, seconds=made.seconds)
         return made
 
@@ -228,19 +217,3 @@ class LeaseContents(ABC):
             snapshots.need_runner(tenure.sandbox, "a secret")
             self._redactor.learn(found.values())
         return found
-
-    # What the rest of a lease does.
-
-    @abstractmethod
-    def _current(self) -> Tenure: ...
-
-    @abstractmethod
-    def _fence(self, tenure: Tenure) -> AbstractAsyncContextManager[None]: ...
-
-    @abstractmethod
-    def _emit(self, name: str, **data: Any) -> None: ...
-
-
-def _check_limit(limit: object) -> None:
-    if isinstance(limit, bool) or not isinstance(limit, int) or limit < 1:
-        raise ConfigurationError(f"limit is a number of bytes of at least 1, not {limit!r}")

@@ -18,6 +18,7 @@ from agentsandbox.client.announcing import Announced, count
 from agentsandbox.client.checkpoints import CheckpointStore, as_store
 from agentsandbox.client.lease import Lease
 from agentsandbox.errors import ConfigurationError, SandboxError, UsageError
+from agentsandbox.models.limits import check_count, check_number
 from agentsandbox.models.sandbox import SandboxSpec
 from agentsandbox.warmpool.book import PoolBook
 from agentsandbox.warmpool.engine import Engine
@@ -31,8 +32,9 @@ if TYPE_CHECKING:
     from agentsandbox.models.episode import Episode
     from agentsandbox.models.events import EventSink
     from agentsandbox.models.reset import ResetPolicy, ResetReport
+    from agentsandbox.warmpool.stragglers import StragglerPolicy
 
-__all__ = ["SandboxClient"]
+__all__ = ["SandboxClient", "listed"]
 
 _UNSET: Any = object()
 
@@ -60,6 +62,9 @@ class SandboxClient(anyio.AsyncContextManagerMixin):
             ``None`` is the backend's.
         acquire_timeout: How long :meth:`acquire` waits, in seconds; ``None`` for ever.
         reset: How used sandboxes are made like new; ``None`` takes the cheapest way that can be verified.
+        stragglers: When a sandbox that is being made no longer counts as one of those to come, so that others get its
+            rollouts; ``None`` is :class:`~agentsandbox.StragglerPolicy` as it comes, ``StragglerPolicy(share=0)`` is
+            never.
         baseline: Whether to note what every sandbox is like before its first command, so that :meth:`Lease.diff` works
             also where no reset needs it: on the local backend.
         checkpoints: Where :meth:`Lease.checkpoint` keeps and :meth:`Lease.restore` looks when nothing is said: a
@@ -87,6 +92,7 @@ class SandboxClient(anyio.AsyncContextManagerMixin):
         create_timeout: float | None = None,
         acquire_timeout: float | None = 300.0,
         reset: ResetPolicy | None = None,
+        stragglers: StragglerPolicy | None = None,
         baseline: bool = False,
         checkpoints: CheckpointStore | str | os.PathLike[str] | None = None,
         sink: EventSink | Iterable[EventSink] = (),
@@ -95,12 +101,16 @@ class SandboxClient(anyio.AsyncContextManagerMixin):
         self.images = _sizes(images, least=1 if max_sandboxes is None else 0)
         """Image → how many sandboxes of it may be leased at once, of those that were announced too."""
         self._declared = dict(self.images)
-        _check_count("spares", spares, least=0)
-        _check_count("burst", burst, least=0)
-        _check_count("max_sandboxes", max_sandboxes, least=1)
-        _check_seconds("acquire_timeout", acquire_timeout)
-        _check_seconds("create_timeout", create_timeout)
-        _check_seconds("create_rate", create_rate, unit="a second")
+        check_count("burst", burst, least=0)
+        if spares is not None:
+            check_count("spares", spares, least=0)
+        if max_sandboxes is not None:
+            check_count("max_sandboxes", max_sandboxes)
+        if create_rate is not None:
+            check_number("create_rate", create_rate, unit="a second")
+        for what, seconds in (("acquire_timeout", acquire_timeout), ("create_timeout", create_timeout)):
+            if seconds is not None:
+                check_number(what, seconds)
         self._spec = SandboxSpec(image="host", user=user, workdir=workdir, env=dict(env or {}))
         self.acquire_timeout = acquire_timeout
         """How long :meth:`acquire` waits when nothing is said, in seconds."""
@@ -121,6 +131,7 @@ class SandboxClient(anyio.AsyncContextManagerMixin):
         self._create_rate = create_rate
         self._create_timeout = create_timeout
         self._reset = reset
+        self._stragglers = stragglers
         self._baseline = baseline
         self.checkpoints = None if checkpoints is None else as_store(checkpoints)
         """Where checkpoints are kept when nothing is said."""
@@ -160,7 +171,13 @@ class SandboxClient(anyio.AsyncContextManagerMixin):
             placement=backend.placement,
         )
         leased = {image: size + self.burst for image, size in self.images.items()}
-        book = PoolBook(images=leased, replenisher=replenisher, prefix=f"sb-{self.run_id}", burst=self.burst)
+        book = PoolBook(
+            images=leased,
+            replenisher=replenisher,
+            prefix=f"sb-{self.run_id}",
+            burst=self.burst,
+            stragglers=self._stragglers,
+        )
         timeout = backend.default_create_timeout if self._create_timeout is None else self._create_timeout
         return Engine(
             backend,
@@ -237,8 +254,8 @@ class SandboxClient(anyio.AsyncContextManagerMixin):
             )
         if timeout is _UNSET:
             timeout = self.acquire_timeout
-        else:
-            _check_seconds("timeout", timeout)
+        elif timeout is not None:
+            check_number("timeout", timeout)
         engine = self._running()
         requested_at = anyio.current_time()
         try:
@@ -309,22 +326,8 @@ def _sizes(images: Mapping[str, int] | Iterable[str], *, least: int) -> dict[str
     for image, size in sizes.items():
         if not isinstance(image, str) or not image:
             raise ConfigurationError(f"an image is a name such as 'host', not {image!r}")
-        _check_count(f"the size of image {image!r}", size, least=1)
+        check_count(f"the size of image {image!r}", size)
     return sizes
-
-
-def _check_count(what: str, value: Any, *, least: int) -> None:
-    if value is None and least in (0, 1) and not what.startswith("the size"):
-        return
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise ConfigurationError(f"{what} must be a whole number of at least {least}, not {value!r}")
-
-
-def _check_seconds(what: str, value: Any, *, unit: str = "seconds") -> None:
-    if value is None:
-        return
-    if not isinstance(value, (int, float)) or isinstance(value, bool) or not value > 0:
-        raise ConfigurationError(f"{what} must be a number above 0 {unit}, not {value!r}")
 
 
 def listed(images: Iterable[str]) -> str:

@@ -15,7 +15,7 @@ import attrs
 
 from agentsandbox.errors import ConfigurationError
 
-__all__ = ["LEAST", "MASK", "Redactor", "check_secrets"]
+__all__ = ["LEAST", "MASK", "Redactor", "check_secret", "check_secrets"]
 
 MASK = "[redacted]"
 
@@ -140,7 +140,7 @@ def _spellings(value: str) -> set[str]:
     """Return how a value may be written in logs, scripts, URLs and JSON."""
     raw = value.encode("utf-8", "surrogatepass")
     found = {value, json.dumps(value)[1:-1], json.dumps(value, ensure_ascii=False)[1:-1], repr(value)[1:-1]}
-    found |= {shlex.quote(value), quote(raw, safe=""), quote(raw), base64.b64encode(raw).decode()}
-    found |= {base64.urlsafe_b64encode(raw).decode()}
+    found |= {shlex.quote(value), quote(raw, safe=""), quote(raw)}
+    found |= {base64.b64encode(raw).decode(), base64.urlsafe_b64encode(raw).decode()}
     found |= {line.strip() for line in value.splitlines() if len(line.strip()) >= _LINE}
     return found

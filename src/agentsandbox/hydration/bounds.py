@@ -8,7 +8,7 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from agentsandbox.hydration.placing import Load, weigh
+from agentsandbox.hydration.placing import unloaded
 
 if TYPE_CHECKING:
     from agentsandbox.hydration.records import ImageUse, NodeFacts
@@ -38,7 +38,7 @@ def pull_bound(uses: Sequence[ImageUse], nodes: Sequence[NodeFacts]) -> float:
     unpacked = sum(layer.unpacked for layer in layers.values()) / sum(node.unpack_rate for node in nodes)
     waits = len(new) * min((node.pull_overhead / node.pulls_at_once for node in nodes), default=0.0) / len(nodes)
     # A layer takes as long as the slower of both, so the sums are too low rather than too high: it is a bound.
-    empty = [Load(node, weigh(new, node)) for node in _kinds(nodes)]
+    empty = unloaded(new, _kinds(nodes))
     single = max((min(load.adds(use) for load in empty) for use in new), default=0.0)
     return max(fetched + waits, unpacked + waits, single, _shared_bound(new, nodes))
 

@@ -3,10 +3,10 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from agentsandbox.backends.kubernetes.nodes import room, shut_out
 from agentsandbox.backends.kubernetes.options import quantity
 from agentsandbox.errors import ConfigurationError, ControlPlaneError
 from agentsandbox.hydration.records import NodeFacts
@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     from agentsandbox.backends.kubernetes.api import KubernetesApi
 
 __all__ = ["node_facts", "read_nodes"]
-
-_OVER = ("Succeeded", "Failed")
 
 
 async def read_nodes(
@@ -93,44 +91,34 @@ def node_facts(
         Its facts, or ``None`` if it takes no sandboxes.
 
     """
-    status, spec = node.get("status") or {}, node.get("spec") or {}
-    ready = any(c.get("type") == "Ready" and c.get("status") == "True" for c in status.get("conditions") or ())
-    closed = [taint for taint in spec.get("taints") or () if taint.get("effect") in ("NoSchedule", "NoExecute")]
-    if not ready or spec.get("unschedulable") or closed:
-        return None
-    allocatable = status.get("allocatable") or {}
-    taken: Counter[str] = Counter()
-    count = 0
-    for pod in pods:
-        if (pod.get("status") or {}).get("phase") in _OVER:
-            continue
-        count += 1
-        overhead = (pod.get("spec") or {}).get("overhead") or {}
-        requests = [
-            (c.get("resources") or {}).get("requests") or {} for c in (pod.get("spec") or {}).get("containers") or ()
-        ]
-        for each in (overhead, *requests):
-            for resource in ("cpu", "memory"):
-                taken[resource] += float(quantity(str(each.get(resource, "0"))))  # type: ignore[assignment]
     if not (quantity(cpu_request) > 0 and quantity(memory_request) > 0):
         raise ConfigurationError("a sandbox asks for some processor and memory: requests must be above 0")
-    room = min(
-        int(quantity(str(allocatable.get("pods", "110")))) - count,
-        int((float(quantity(str(allocatable.get("cpu", "0")))) - taken["cpu"]) / float(quantity(cpu_request))),
-        int((float(quantity(str(allocatable.get("memory", "0")))) - taken["memory"]) / float(quantity(memory_request))),
-    )
-    if room < 1:
+    if shut_out(node, ()):
         return None
+    free = room(node, pods, {"cpu": cpu_request, "memory": memory_request})
+    if free < 1:
+        return None
+    status = node.get("status") or {}
     images = status.get("images") or ()
     disk, used = _disk(status, statistics or {}, sum(int(image.get("sizeBytes", 0)) for image in images))
     return NodeFacts(
         name=node["metadata"]["name"],
-        room=room,
+        room=free,
         disk=disk,
         used=used,
-        images=frozenset(name for image in images for name in image.get("names") or ()),
+        images=frozenset(short for image in images for name in image.get("names") or () for short in _short(name)),
         **figures,
     )
+
+
+def _short(name: str) -> Iterable[str]:
+    """Yield what people may call an image that a container runtime spells out."""
+    names = [
+        name,
+        *(name.removeprefix(start) for start in ("docker.io/", "docker.io/library/") if name.startswith(start)),
+    ]
+    yield from names
+    yield from (each.removesuffix(":latest") for each in names if each.endswith(":latest"))
 
 
 def _disk(status: Mapping[str, Any], statistics: Mapping[str, Any], images: int) -> tuple[int, int]:

@@ -1,23 +1,42 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Images to plan for, from a CSV file or from an OCI layout on disk."""
+"""Images to plan for, from a CSV file or from an OCI layout on disk; and lists of those that a registry knows."""
 
 from __future__ import annotations
 
 import csv
-import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+
+import attrs
 
 from agentsandbox.errors import ConfigurationError
+from agentsandbox.hydration.manifest import PLATFORM, Platform, Resolution, digest_of, entries_of, read
 from agentsandbox.hydration.records import ImageUse
 from agentsandbox.models.image import ImageManifest, Layer
+from agentsandbox.models.reference import Reference, parse_reference
 
-__all__ = ["from_csv", "from_oci_layout"]
+__all__ = ["Wanted", "from_csv", "from_oci_layout", "read_list"]
 
 _COLUMNS = ("image", "size", "base", "base_size", "layers", "rollouts", "seconds")
-_INDEXES = ("application/vnd.oci.image.index.v1+json", "application/vnd.docker.distribution.manifest.list.v2+json")
+_LIST_COLUMNS = ("image", "rollouts", "seconds")
 _NAMES = ("io.containerd.image.name", "org.opencontainers.image.ref.name")
+
+
+@attrs.frozen(kw_only=True)
+class Wanted:
+    """An image that somebody else has to say the layers of, and what is done with it in a batch."""
+
+    reference: Reference
+    """Where it is."""
+    rollouts: int = attrs.field(default=1, validator=attrs.fields(ImageUse).rollouts.validator)
+    """Episodes of it."""
+    seconds: float = attrs.field(default=60.0, validator=attrs.fields(ImageUse).seconds.validator)
+    """What one of them takes, the time to make its sandbox fresh included."""
+
+    def made_of(self, layers: tuple[Layer, ...]) -> ImageUse:
+        """Say what it is made of."""
+        image = ImageManifest(name=self.reference.name, layers=layers)
+        return ImageUse(image=image, rollouts=self.rollouts, seconds=self.seconds)
 
 
 def from_csv(path: Path, *, rollouts: int = 1, seconds: float = 60.0) -> tuple[ImageUse, ...]:
@@ -83,7 +102,59 @@ def _layers(name: str, line: Mapping[str, str]) -> Iterator[Layer]:
     yield Layer(digest=f"own of {name}", size=int(line["size"]))
 
 
-def from_oci_layout(path: Path, *, rollouts: int = 1, seconds: float = 60.0) -> tuple[ImageUse, ...]:
+def read_list(path: Path, *, rollouts: int = 1, seconds: float = 60.0) -> tuple[Wanted, ...]:
+    """
+    Read a list of images that a registry knows: one reference a line, or a CSV file with a header.
+
+    Empty lines and what follows a ``#`` at the beginning of a line are left out. The first of the other lines is a
+    header if it is ``image`` or begins with it and a comma; the columns are ``image``, ``rollouts`` and ``seconds``.
+
+    Args:
+        path: The file.
+        rollouts: For images that name none.
+        seconds: Likewise.
+
+    Raises:
+        ConfigurationError: If it cannot be read, naming the line.
+
+    """
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except (OSError, ValueError) as error:
+        raise ConfigurationError(f"cannot read {path}: {error}") from error
+    lines = [
+        (number, line) for number, line in enumerate(text.splitlines(), 1) if line.strip() and line.strip()[0] != "#"
+    ]
+    columns = [name.strip() for name in lines[0][1].split(",")] if lines else []
+    if columns[:1] != ["image"]:
+        columns = []
+    if unknown := [name for name in columns if name not in _LIST_COLUMNS]:
+        raise ConfigurationError(f"{path} has a column {unknown[0]!r}; known are {', '.join(_LIST_COLUMNS)}")
+    found: dict[str, Wanted] = {}
+    for number, line in lines[1:] if columns else lines:
+        cells = [cell.strip() for cell in line.split(",")]
+        try:
+            if len(cells) > max(1, len(columns)):
+                raise ValueError("one image a line; for more columns, the first line is image,rollouts,seconds")
+            row = dict(zip(columns or ["image"], cells, strict=False))
+            one = Wanted(
+                reference=parse_reference(row["image"]),
+                rollouts=int(row.get("rollouts") or rollouts),
+                seconds=float(row.get("seconds") or seconds),
+            )
+            if one.reference.name in found:
+                raise ValueError(f"{one.reference.name!r} appears twice")
+        except ValueError as error:
+            raise ConfigurationError(f"{path}, line {number}: {error}") from error
+        found[one.reference.name] = one
+    if not found:
+        raise ConfigurationError(f"{path} has no images")
+    return tuple(found.values())
+
+
+def from_oci_layout(
+    path: Path, *, rollouts: int = 1, seconds: float = 60.0, platform: str = PLATFORM
+) -> tuple[ImageUse, ...]:
     """
     Read images from a directory in the OCI image layout: their manifests are enough, the layers need not be there.
 
@@ -91,57 +162,41 @@ def from_oci_layout(path: Path, *, rollouts: int = 1, seconds: float = 60.0) -> 
         path: The directory, with ``index.json`` and ``blobs``.
         rollouts: Episodes of each image.
         seconds: What one takes, on average.
+        platform: Of images that are there for several: ``OS/ARCHITECTURE`` or ``OS/ARCHITECTURE/VARIANT``.
 
     Raises:
         ConfigurationError: If it is no OCI layout, or a manifest is damaged.
 
     """
-    index = _document(path / "index.json")
-    manifests = {}
-    for entry in index.get("manifests", ()):
-        annotations = entry.get("annotations") or {}
-        name = next((annotations[key] for key in _NAMES if annotations.get(key)), entry["digest"])
-        manifests[name] = _manifest(path, entry)
-    if not manifests:
+    runs = Platform(name=platform)
+    index = read(_file(path / "index.json"), f"no OCI layout: {path / 'index.json'}")
+    targets = {}
+    for entry in entries_of(index, "manifests", str(path)):
+        digest = digest_of(entry, str(path))
+        said = entry.get("annotations")
+        names = [said.get(key) for key in _NAMES] if isinstance(said, dict) else []
+        targets[next((name for name in names if name and isinstance(name, str)), digest)] = digest
+    if not targets:
         raise ConfigurationError(f"{path} has no images")
-    try:
-        return tuple(
-            ImageUse(
-                image=ImageManifest(
-                    name=name,
-                    layers=tuple(Layer(digest=layer["digest"], size=int(layer["size"])) for layer in found["layers"]),
-                ),
-                rollouts=rollouts,
-                seconds=seconds,
-            )
-            for name, found in manifests.items()
+    return tuple(
+        ImageUse(
+            image=ImageManifest(name=name, layers=_layers_in(path, name, digest, runs)),
+            rollouts=rollouts,
+            seconds=seconds,
         )
-    except (KeyError, TypeError) as error:
-        raise ConfigurationError(f"{path}: a manifest lacks {error}") from error
+        for name, digest in targets.items()
+    )
 
 
-def _manifest(path: Path, entry: Mapping[str, Any]) -> dict[str, Any]:
-    document = _document(_blob(path, entry))
-    if document.get("mediaType") in _INDEXES or "manifests" in document:
-        linux = [one for one in document["manifests"] if (one.get("platform") or {}).get("os", "linux") == "linux"]
-        if not linux:
-            raise ConfigurationError(f"{path}: {entry['digest']} has no image for Linux")
-        document = _document(_blob(path, linux[0]))
-    return document
+def _layers_in(path: Path, name: str, digest: str, platform: Platform) -> tuple[Layer, ...]:
+    way = Resolution(target=digest, platform=platform, where=f"{path}: {name}")
+    while way.layers is None:
+        way.take(_file(path / "blobs" / way.target.replace(":", "/")))
+    return way.layers
 
 
-def _blob(path: Path, entry: Mapping[str, Any]) -> Path:
-    algorithm, _, digest = str(entry.get("digest", "")).partition(":")
-    if not algorithm.isalnum() or not digest.isalnum():
-        raise ConfigurationError(f"{path}: {entry.get('digest')!r} is no digest")
-    return path / "blobs" / algorithm / digest
-
-
-def _document(path: Path) -> dict[str, Any]:
+def _file(path: Path) -> bytes:
     try:
-        document = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        return path.read_bytes()
+    except OSError as error:
         raise ConfigurationError(f"no OCI layout: cannot read {path}: {error}") from error
-    if not isinstance(document, dict):
-        raise ConfigurationError(f"no OCI layout: {path} holds no object")
-    return document

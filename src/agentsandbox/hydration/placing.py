@@ -8,9 +8,10 @@ images share it, so that an image costs less where its relatives are.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from random import Random
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 import attrs
@@ -18,7 +19,7 @@ import attrs
 if TYPE_CHECKING:
     from agentsandbox.hydration.records import ImageUse, NodeFacts
 
-__all__ = ["Load", "Loads", "lpt", "place", "weigh"]
+__all__ = ["Load", "Loads", "lpt", "place", "unloaded", "weigh"]
 
 _EXACT = 40_000
 """Placements up to which all of them are tried."""
@@ -52,6 +53,11 @@ class Load:
     images: dict[str, ImageUse] = attrs.field(factory=dict)
     layers: dict[str, int] = attrs.field(factory=dict)
     """Layer → how many of the images have it."""
+    _budget: int = attrs.field(init=False)
+
+    @_budget.default
+    def _disk(self) -> int:
+        return self.node.budget
 
     @property
     def value(self) -> float:
@@ -104,7 +110,7 @@ class Load:
 
     def holds(self, use: ImageUse) -> bool:
         """Whether its disk is large enough for an image."""
-        return use.image.unpacked <= self.node.budget or use.name in self.node.images
+        return use.image.unpacked <= self._budget or use.name in self.node.images
 
     def __repr__(self) -> str:
         return f"<Load {self.node.name!r} [{len(self.images)} images, {self.pull:.1f} s pull, {self.run:.1f} s run]>"
@@ -114,7 +120,14 @@ Loads = list[Load]
 """What is planned for all nodes."""
 
 
-def place(uses: Sequence[ImageUse], nodes: Sequence[NodeFacts], *, search: bool = True, bound: float = 0.0) -> Loads:
+def place(
+    uses: Sequence[ImageUse],
+    nodes: Sequence[NodeFacts],
+    *,
+    search: bool = True,
+    bound: float = 0.0,
+    homes: Mapping[str, str] | None = None,
+) -> Loads:
     """
     Spread images over nodes so that the busiest node is as little busy as possible.
 
@@ -124,23 +137,34 @@ def place(uses: Sequence[ImageUse], nodes: Sequence[NodeFacts], *, search: bool 
         search: Whether to improve the best of several constructions by moving images; if the instance is small, by
             trying everything.
         bound: What no placement can beat, in seconds: near it the search stops.
+        homes: Image → the node where it is to be, unless the busiest node becomes less busy without it.
 
     Returns:
-        What each node gets. Never worse than :func:`lpt`.
+        What each node gets. Never worse than :func:`lpt`, if nothing has a home.
 
     """
-    if search and len(nodes) ** len(uses) <= _EXACT:
+    if search and not homes and len(nodes) ** len(uses) <= _EXACT:
         return _exact(uses, nodes, bound)
-    best = _best(uses, nodes, bound, starts=max(1, _STARTS // max(1, len(uses))) if search else 1)
+    starts = max(1, _STARTS // max(1, len(uses))) if search and not homes else 1
+    best = _best(uses, nodes, bound, starts=starts, homes=homes or {})
     if search:
         _improve(best, bound * _NEAR)
     return best
 
 
-def _best(uses: Sequence[ImageUse], nodes: Sequence[NodeFacts], bound: float, *, starts: int = 1) -> Loads:
+def _best(
+    uses: Sequence[ImageUse],
+    nodes: Sequence[NodeFacts],
+    bound: float,
+    *,
+    starts: int = 1,
+    homes: Mapping[str, str] = MappingProxyType({}),
+) -> Loads:
     best: Loads = []
     enough = bound * _NEAR
-    for number, loads in enumerate(_constructions(uses, nodes, bound, starts)):
+    weighed = _weighed(uses, nodes, homes)
+    free = [use for use in uses if use.name not in homes]
+    for number, loads in enumerate(_constructions(free, weighed, bound, starts)):
         if not best or _worth(loads, enough) < _worth(best, enough):
             best = loads
         # Among placements that are near enough the one with the least fetching is wanted: look at each kind of them.
@@ -161,20 +185,37 @@ def weigh(uses: Iterable[ImageUse], node: NodeFacts) -> dict[str, float]:
     return {digest: max(layer.size / network, layer.unpacked / unpack) for digest, layer in layers.items()}
 
 
-_Weighed = list[tuple["NodeFacts", dict[str, float]]]
+def unloaded(uses: Sequence[ImageUse], nodes: Sequence[NodeFacts]) -> Loads:
+    """Return what is planned for nodes before anything is."""
+    return _empty(_weighed(uses, nodes))
 
 
-def _weighed(uses: Sequence[ImageUse], nodes: Sequence[NodeFacts]) -> _Weighed:
+_Weighed = list[tuple["NodeFacts", dict[str, float], list["ImageUse"]]]
+"""Each node, what it takes to fetch each layer, and the images that are at home there."""
+
+
+def _weighed(
+    uses: Sequence[ImageUse], nodes: Sequence[NodeFacts], homes: Mapping[str, str] = MappingProxyType({})
+) -> _Weighed:
     kinds: dict[tuple[float, float], dict[str, float]] = {}
+    settled: defaultdict[str, list[ImageUse]] = defaultdict(list)
     for node in nodes:
         kind = (node.network_rate, node.unpack_rate)
         if kind not in kinds:
             kinds[kind] = weigh(uses, node)
-    return [(node, kinds[node.network_rate, node.unpack_rate]) for node in nodes]
+    for use in uses:
+        if use.name in homes:
+            settled[homes[use.name]].append(use)
+    return [(node, kinds[node.network_rate, node.unpack_rate], settled[node.name]) for node in nodes]
 
 
 def _empty(weighed: _Weighed) -> Loads:
-    return [Load(node, weights) for node, weights in weighed]
+    loads = []
+    for node, weights, settled in weighed:
+        loads.append(Load(node, weights))
+        for use in settled:
+            loads[-1].add(use)
+    return loads
 
 
 def _lpt(uses: Sequence[ImageUse], weighed: _Weighed) -> Loads:
@@ -206,8 +247,7 @@ def _then(use: ImageUse) -> Callable[[Load], tuple[float, ...]]:
     return lambda load: (max(load.pull + load.adds(use), load.run + load.runs(use)), load.pull)
 
 
-def _constructions(uses: Sequence[ImageUse], nodes: Sequence[NodeFacts], bound: float, starts: int) -> Iterator[Loads]:
-    weighed = _weighed(uses, nodes)
+def _constructions(uses: Sequence[ImageUse], weighed: _Weighed, bound: float, starts: int) -> Iterator[Loads]:
     yield _lpt(uses, weighed)
     loads = _empty(weighed)
     for use in _by_length(uses, loads):

@@ -4,15 +4,16 @@ Carry a plan out: fetch images node by node, ahead of the sandboxes that will ne
 
 A few lanes a node, each of which holds one place there and changes its image in place: no DaemonSet on all nodes, no
 Pod an image. A wave is fetched while the episodes of the one before run; the one after that has to wait, because the
-disk holds two.
+disk holds two. With several batches a wave ends where an image has to make room, and what follows waits until the
+episodes of that image are over.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections import Counter, deque
-from collections.abc import Callable
+from collections import Counter, defaultdict, deque
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import AbstractAsyncContextManager
 from typing import TYPE_CHECKING, Protocol
 
@@ -54,7 +55,7 @@ class Puller(Protocol):
 @attrs.define(eq=False, repr=False)
 class Hydration:
     """
-    A plan that is being carried out.
+    A plan that is being carried out, for all its batches.
 
     Args:
         plan: The plan.
@@ -63,7 +64,10 @@ class Hydration:
         attempts: How often an image is tried.
         pause: Seconds to wait before another try when nothing else is asked for; doubled each time.
         have: Says whether an image is on a node already, at the moment when its turn comes: what was there when the
-            plan was made may have been removed since.
+            plan was made may have been removed since. Without it everything is fetched but what a plan of several
+            batches keeps.
+        evict: Removes an image from a node, if there is something that can. Without it that is left to the kubelet,
+            which removes what was used least recently, and not what the plan says.
         report: Told the node and the image of whatever has arrived.
 
     """
@@ -73,16 +77,18 @@ class Hydration:
     lanes: int = 3
     attempts: int = 4
     pause: float = 5.0
-    have: Callable[[str, str], bool] = lambda _node, _image: False
+    have: Callable[[str, str], bool] | None = None
+    evict: Callable[[str, str], Awaitable[None]] | None = None
     report: Callable[[str, str], None] = lambda _node, _image: None
     failed: dict[str, str] = attrs.field(factory=dict, init=False)
     """Image → why it could not be had."""
     pulled: int = attrs.field(default=0, init=False)
     """Images that were fetched."""
+    _used: Counter[str] = attrs.field(factory=Counter, init=False)
+    _refused: dict[str, int] = attrs.field(factory=dict, init=False)
+    """Image → the last of its batches in which it could not be had."""
     _resume_at: float = attrs.field(default=-math.inf, init=False)
-    _left: Counter[tuple[str, int]] = attrs.field(factory=Counter, init=False)
-    _wave_of: dict[str, tuple[str, int]] = attrs.field(factory=dict, init=False)
-    _news: anyio.Event = attrs.field(factory=anyio.Event, init=False)
+    _news: defaultdict[str, anyio.Event] = attrs.field(factory=lambda: defaultdict(anyio.Event), init=False)
 
     async def run(self, *, waves: int | None = None) -> None:
         """
@@ -91,41 +97,56 @@ class Hydration:
         What cannot be had is in :attr:`failed`, and the rest is fetched all the same.
 
         Args:
-            waves: Only so many waves of each node; all of them if not given, as they are told to be :meth:`used`.
+            waves: Only so many waves of each node; all of them if not given, as they are told to be :meth:`used`. With
+                several batches the first wave is what fits before anything has to make room.
 
         """
         async with anyio.create_task_group() as group:
-            for node in self.plan.nodes:
-                queue = deque(
-                    (number, image) for number, wave in enumerate(node.waves[:waves]) for image in wave.images
-                )
-                self._expect(node)
+            for node, turns in _turns(self.plan).items():
+                queue = deque(turn for turn in turns if waves is None or turn.wave < waves)
                 for _ in range(min(self.lanes, len(queue))):
-                    group.start_soon(self._work, node.node, queue)
+                    group.start_soon(self._work, node, queue)
 
     def used(self, image: str) -> None:
-        """Note that nobody needs an image any more, so that a later wave may take its room."""
-        if (wave := self._wave_of.pop(image, None)) is not None:
-            self._left[wave] -= 1
-            if not self._left[wave]:
-                self._news.set()
+        """
+        Note that nobody needs an image any more in a batch, so that something else may take its room.
 
-    def _expect(self, node: NodePlan) -> None:
-        for number, wave in enumerate(node.waves):
-            self._left[node.node, number] = len(wave.images)
-            self._wave_of.update(dict.fromkeys(wave.images, (node.node, number)))
+        With several batches it is said once for each that has the image, whatever became of its episodes.
+        """
+        self._used[image] += 1
+        self._tell(image)
 
-    async def _work(self, node: str, queue: deque[tuple[int, str]]) -> None:
+    def _tell(self, image: str) -> None:
+        if (news := self._news.pop(image, None)) is not None:
+            news.set()
+
+    async def _work(self, node: str, queue: deque[_Turn]) -> None:
         async with self.puller.lane(node) as lane:
             while queue:
-                number, image = queue.popleft()
-                while number > 1 and self._left[node, number - 2]:
-                    self._news = anyio.Event() if self._news.is_set() else self._news
-                    await self._news.wait()
-                if not self.have(node, image):
-                    await self._pull(lane, image)
-                if image not in self.failed:
-                    self.report(node, image)
+                turn = queue[0]
+                await self._room(turn)
+                if queue and queue[0] is turn:
+                    queue.popleft()
+                    await self._take(node, turn, lane)
+
+    async def _room(self, turn: _Turn) -> None:
+        """Wait until what makes room for an image has been used, in as many batches as it was needed for before."""
+        for image, times in turn.after:
+            while max(self._used[image], self._refused.get(image, 0)) < times:
+                await self._news[image].wait()
+
+    async def _take(self, node: str, turn: _Turn, lane: Lane) -> None:
+        if self.evict is not None:
+            for image, _ in turn.after:
+                await self.evict(node, image)
+        there = turn.kept if self.have is None else self.have(node, turn.image)
+        if not there or turn.image in self.failed:
+            await self._pull(lane, turn.image)
+        if turn.image not in self.failed:
+            self.report(node, turn.image)
+        else:
+            self._refused[turn.image] = turn.time
+            self._tell(turn.image)
 
     async def _pull(self, lane: Lane, image: str) -> None:
         why = ""
@@ -146,9 +167,55 @@ class Hydration:
                     await anyio.sleep(pause)
             else:
                 self.pulled += 1
+                self.failed.pop(image, None)
                 return
         self.failed[image] = why
-        self.used(image)
 
     def __repr__(self) -> str:
-        return f"<Hydration [{self.pulled} of {len(self.plan.placement)} images fetched, {len(self.failed)} failed]>"
+        wanted = sum(not turn.kept for turns in _turns(self.plan).values() for turn in turns)
+        return f"<Hydration [{self.pulled} of {wanted} images fetched, {len(self.failed)} failed]>"
+
+
+@attrs.frozen
+class _Turn:
+    """An image that a node has to have, after those before it."""
+
+    image: str
+    time: int
+    """For which of the batches that have it: the first, the second, …"""
+    wave: int
+    after: tuple[tuple[str, int], ...] = ()
+    """Images that make room, and in how many batches they have been used by then."""
+    kept: bool = False
+    """Whether it is there from a batch before."""
+
+
+def _turns(plan: Plan) -> dict[str, list[_Turn]]:
+    """Return what each node has to have, in order."""
+    if not plan.ahead:
+        return {node.node: list(_by_waves(node)) for node in plan.nodes}
+    turns: dict[str, list[_Turn]] = {node.node: [] for node in plan.nodes}
+    times: Counter[str] = Counter()
+    used: defaultdict[str, dict[str, int]] = defaultdict(dict)
+    for batch in plan.batches:
+        times.update(batch.placement.keys())
+        for node in batch.nodes:
+            pulled = {step.pull for step in node.steps}
+            todo = deque(node.steps)
+            mine = turns[node.node]
+            for image in node.images:
+                gone = []
+                while image in pulled and (step := todo.popleft()).evict is not None:
+                    gone.append((step.evict, used[node.node][step.evict]))
+                wave = (mine[-1].wave if mine else 0) + bool(gone)
+                mine.append(_Turn(image, times[image], wave, tuple(gone), image not in pulled))
+                used[node.node][image] = times[image]
+    return turns
+
+
+def _by_waves(node: NodePlan) -> Iterator[_Turn]:
+    for number, wave in enumerate(node.waves):
+        # The disk holds two waves.
+        gone = tuple((image, 1) for image in node.waves[number - 2].images) if number > 1 else ()
+        for at, image in enumerate(wave.images):
+            yield _Turn(image, 1, number, gone if at == 0 else ())

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import attrs
@@ -24,6 +24,10 @@ def _positive(_: object, attribute: attrs.Attribute[Any], value: float) -> None:
 def _share(_: object, attribute: attrs.Attribute[Any], value: float) -> None:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < 1:
         raise ConfigurationError(f"{attribute.name} is a share between 0 and 1, not {value!r}: a full disk evicts Pods")
+
+
+def _names(value: Iterable[str]) -> frozenset[str]:
+    return frozenset(value)
 
 
 @attrs.frozen(kw_only=True)
@@ -67,15 +71,23 @@ class NodeFacts:
     """Seconds that a pull takes besides."""
     pulls_at_once: int = attrs.field(default=5, validator=_positive)
     """Pulls at a time."""
-    images: frozenset[str] = attrs.field(default=frozenset(), converter=frozenset)
+    images: frozenset[str] = attrs.field(default=frozenset(), converter=_names)
     """Images that are there already, by name or digest."""
-    layers: frozenset[str] = attrs.field(default=frozenset(), converter=frozenset)
+    layers: frozenset[str] = attrs.field(default=frozenset(), converter=_names)
     """Layers that are there already."""
 
     @property
     def budget(self) -> int:
         """Bytes that images may take before the kubelet begins to remove some."""
         return max(0, int(self.disk * self.headroom) - self.used - self.room * self.writable_layer)
+
+    def with_(self, images: Iterable[ImageManifest]) -> NodeFacts:
+        """Return the node with more images on it, and their layers."""
+        names, layers = set(self.images), set(self.layers)
+        for image in images:
+            names.add(image.name)
+            layers.update(layer.digest for layer in image.layers)
+        return attrs.evolve(self, images=names, layers=layers)
 
 
 @attrs.frozen(kw_only=True)
@@ -117,7 +129,9 @@ class NodePlan:
     run_seconds: float = 0.0
     """Seconds of episodes."""
     complete_seconds: float = 0.0
-    """Until its last episode is over, beginning with what is on the node now."""
+    """Until its last episode is over, beginning with what is on the node when the batch begins."""
+    steps: tuple[Step, ...] = ()
+    """With several batches: what it fetches and removes for this one, in order. It may begin while others run."""
 
     @property
     def images(self) -> tuple[str, ...]:
@@ -149,7 +163,7 @@ class Advice:
     effect: str
     """What comes of it."""
     complete_seconds: float
-    """Until the batch is over then."""
+    """Until the batch is over then, and those ahead."""
 
 
 @attrs.frozen(kw_only=True)
@@ -182,6 +196,23 @@ class Plan:
     """Pods to make if it cannot."""
     advice: Advice | None = None
     """What would help most; ``None`` if nothing would."""
+    ahead: tuple[Plan, ...] = ()
+    """
+    The batches that follow, one after another. Each begins when the one before it is over, and its seconds count from
+    then; its images are fetched before that as far as the disk has room, so that only its episodes bound it.
+    """
+    total_bound_seconds: float = 0.0
+    """This batch and those ahead cannot be over sooner."""
+
+    @property
+    def batches(self) -> tuple[Plan, ...]:
+        """Return this batch and those ahead."""
+        return (self, *self.ahead)
+
+    @property
+    def total_seconds(self) -> float:
+        """Predicted: until the last batch is over."""
+        return sum(each.complete_seconds for each in self.batches)
 
     @property
     def stall_seconds(self) -> float:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections import Counter, defaultdict, deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import attrs
@@ -20,9 +20,9 @@ from agentsandbox.errors import ConfigurationError
 from agentsandbox.hydration.records import Step
 
 if TYPE_CHECKING:
-    from agentsandbox.models.image import ImageManifest
+    from agentsandbox.models.image import ImageManifest, Layer
 
-__all__ = ["WorkingSet", "steps"]
+__all__ = ["Arrival", "Shelf", "WorkingSet", "steps"]
 
 
 @attrs.define(eq=False, repr=False)
@@ -32,20 +32,35 @@ class WorkingSet:
 
     Args:
         budget: Bytes that images may take.
+        layers: Layers that are there for good, and whose bytes are not in the budget.
 
     """
 
     budget: int
     """Bytes that images may take."""
+    layers: Iterable[str] = ()
+    """Layers that are there for good."""
     size: int = attrs.field(default=0, init=False)
     """Bytes that they take, shared layers once."""
     images: dict[str, ImageManifest] = attrs.field(factory=dict, init=False)
     """What is there."""
-    _users: Counter[str] = attrs.field(factory=Counter, init=False)
+    _users: Counter[str] = attrs.field(init=False)
+
+    @_users.default
+    def _whoever_uses(self) -> Counter[str]:
+        return Counter(self.layers)
+
+    def missing(self, image: ImageManifest) -> Collection[Layer]:
+        """Return the layers of an image that are not there."""
+        return {layer.digest: layer for layer in image.layers if not self._users[layer.digest]}.values()
+
+    def alone(self, image: ImageManifest) -> list[Layer]:
+        """Return the layers of an image that nothing else uses."""
+        return [layer for layer in image.layers if self._users[layer.digest] == 1]
 
     def needs(self, image: ImageManifest) -> int:
         """Return how many bytes an image takes that are not there."""
-        return sum({layer.digest: layer.unpacked for layer in image.layers if not self._users[layer.digest]}.values())
+        return sum(layer.unpacked for layer in self.missing(image))
 
     def add(self, image: ImageManifest) -> None:
         """Have an image there."""
@@ -57,10 +72,119 @@ class WorkingSet:
         """Let an image go, with the layers that nothing else uses."""
         image = self.images.pop(name)
         self._users.subtract(layer.digest for layer in image.layers)
-        self.size -= sum({la.digest: la.unpacked for la in image.layers if not self._users[la.digest]}.values())
+        self.size -= self.needs(image)
 
     def __repr__(self) -> str:
         return f"<WorkingSet [{len(self.images)} images, {self.size / 1e9:.1f} of {self.budget / 1e9:.1f} GB]>"
+
+
+@attrs.frozen(kw_only=True)
+class Arrival:
+    """What it takes to have an image on a disk."""
+
+    gone: Sequence[str]
+    """Images that make room."""
+    missing: Collection[Layer]
+    """Layers that are fetched."""
+    at: float
+    """From when on there is room."""
+
+
+class Shelf:
+    """
+    A disk that images come to in the order of their use, and which some leave to make room.
+
+    Of those whose episodes are over it is the one that is needed last.
+
+    Args:
+        there: What is on the disk.
+        order: All uses, one after another.
+        least_recent: Whether it is the one that was used least recently, as if nothing were known of what comes.
+
+    """
+
+    def __init__(self, there: WorkingSet, order: Iterable[ImageManifest], *, least_recent: bool = False) -> None:
+        self.there = there
+        """What is on the disk."""
+        self._least_recent = least_recent
+        self._at = -1
+        self._images: defaultdict[str, deque[int]] = defaultdict(deque)
+        self._layers: defaultdict[str, deque[int]] = defaultdict(deque)
+        for at, image in enumerate(order):
+            self._images[image.name].append(at)
+            for digest in {layer.digest for layer in image.layers}:
+                self._layers[digest].append(at)
+        self._used: dict[str, tuple[int, float]] = {}
+        self._busy: list[tuple[float, int, str]] = []
+        self._idle: list[tuple[float, int, str]] = []
+
+    def bring(self, image: ImageManifest, now: float = 0.0) -> Arrival | None:
+        """
+        Have the next image of the order on the disk.
+
+        Returns:
+            What it takes; ``None`` if it is there.
+
+        Raises:
+            ConfigurationError: If it is larger than all that images may take.
+
+        """
+        self._at += 1
+        self._images[image.name].popleft()
+        for digest in {layer.digest for layer in image.layers}:
+            self._layers[digest].popleft()
+        there, size = self.there, image.unpacked
+        if image.name in there.images:
+            return None
+        if size > there.budget:
+            raise ConfigurationError(
+                f"image {image.name!r} takes {size / 1e9:.1f} GB, and {there.budget / 1e9:.1f} GB are for images"
+            )
+        gone: list[str] = []
+        while there.size + there.needs(image) > there.budget:
+            gone.append(self._farthest(now))
+            now = max(now, self._used[gone[-1]][1])
+            there.remove(gone[-1])
+        arrival = Arrival(gone=gone, missing=there.missing(image), at=now)
+        there.add(image)
+        return arrival
+
+    def used(self, name: str, over: float = 0.0) -> None:
+        """Note when the episodes of an image are over."""
+        self._used[name] = (self._at, over)
+        # What was used least recently goes whenever that is.
+        heapq.heappush(self._busy, (-math.inf if self._least_recent else over, self._at, name))
+
+    def all_over(self, now: float) -> None:
+        """Note that no episode runs any more from some time on."""
+        self._used = {name: (at, min(over, now)) for name, (at, over) in self._used.items()}
+        self._busy = [(min(over, now), at, name) for over, at, name in self._busy]
+        heapq.heapify(self._busy)
+
+    def _farthest(self, now: float) -> str:
+        """Return what makes room: of what is idle now, or is so first."""
+        while True:
+            while self._busy and (self._busy[0][0] <= now or not self._idle):
+                _, at, name = heapq.heappop(self._busy)
+                if self._current(at, name):
+                    heapq.heappush(self._idle, (self._key(name), at, name))
+            key, at, name = heapq.heappop(self._idle)
+            if self._current(at, name):
+                # A layer that others had as well may be this image's alone by now.
+                if (nearer := self._key(name)) <= key:
+                    return name
+                heapq.heappush(self._idle, (nearer, at, name))
+
+    def _current(self, at: int, name: str) -> bool:
+        """Whether an entry is of the last use of something that is there."""
+        return name in self.there.images and self._used[name][0] == at
+
+    def _key(self, name: str) -> float:
+        """Return how far away the next use is of anything that only this image has there; the farthest sorts first."""
+        if self._least_recent:
+            return 0.0
+        alone = [self._layers[layer.digest] for layer in self.there.alone(self.there.images[name])]
+        return -min(uses[0] if uses else math.inf for uses in (alone or [self._images[name]]))
 
 
 def steps(
@@ -86,41 +210,18 @@ def steps(
         ConfigurationError: If one image alone is larger than the budget.
 
     """
-    sequence = [(number, name) for number, batch in enumerate(batches) for name in batch]
-    uses: defaultdict[str, deque[int]] = defaultdict(deque)
-    for at, (_, name) in enumerate(sequence):
-        uses[name].append(at)
-    there = WorkingSet(budget)
-    farthest: list[tuple[float, str]] = []
+    orders = [[manifests[name] for name in batch] for batch in batches]
+    shelf = Shelf(WorkingSet(budget), (image for order in orders for image in order))
     for name in present:
         if name in manifests:
-            there.add(manifests[name])
-            heapq.heappush(farthest, (-_next(uses[name]), name))
-    done: list[list[Step]] = [[] for _ in range(1 + max((number for number, _ in sequence), default=-1))]
-    for number, name in sequence:
-        uses[name].popleft()
-        image = manifests[name]
-        if name not in there.images:
-            if image.unpacked > budget:
-                raise ConfigurationError(
-                    f"image {name!r} takes {image.unpacked / 1e9:.1f} GB, and {budget / 1e9:.1f} GB are for images"
-                )
-            while there.size + there.needs(image) > budget:
-                done[number].append(Step(evict=_evict(there, uses, farthest)))
-            there.add(image)
-            done[number].append(Step(pull=name))
-        heapq.heappush(farthest, (-_next(uses[name]), name))
-    return [tuple(each) for each in done]
-
-
-def _next(uses: Sequence[int]) -> float:
-    return uses[0] if uses else math.inf
-
-
-def _evict(there: WorkingSet, uses: Mapping[str, Sequence[int]], farthest: list[tuple[float, str]]) -> str:
-    while True:
-        key, name = heapq.heappop(farthest)
-        # An entry that was made before a later use of the image is outdated; that use made another one.
-        if name in there.images and -key == _next(uses[name]):
-            there.remove(name)
-            return name
+            shelf.there.add(manifests[name])
+            shelf.used(name)
+    done = []
+    for order in orders:
+        made: list[Step] = []
+        for image in order:
+            if (arrival := shelf.bring(image)) is not None:
+                made += [*(Step(evict=name) for name in arrival.gone), Step(pull=image.name)]
+            shelf.used(image.name)
+        done.append(tuple(made))
+    return done

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import attrs
 
 from agentsandbox.errors import ConfigurationError, UsageError
+from agentsandbox.models.limits import check_count
 
 if TYPE_CHECKING:
     from agentsandbox.models.events import Event
@@ -116,8 +117,7 @@ class IdleMeter:
 
     def __attrs_post_init__(self) -> None:
         """Check the arguments."""
-        if isinstance(self._devices, bool) or not isinstance(self._devices, int) or self._devices < 1:
-            raise ConfigurationError(f"devices must be a whole number of at least 1, not {self._devices!r}")
+        check_count("devices", self._devices)
         if not 0 <= self._stragglers <= 1:
             raise ConfigurationError(f"stragglers must be a share from 0 to 1, not {self._stragglers!r}")
         self._acts = {

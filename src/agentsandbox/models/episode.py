@@ -23,6 +23,7 @@ __all__ = [
     "GroupSummary",
     "RolloutResult",
     "Status",
+    "check_batch",
 ]
 
 

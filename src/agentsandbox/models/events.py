@@ -20,13 +20,7 @@ class Event:
     """Something that happened."""
 
     name: str
-    """
-    What: ``host.created``, ``sandbox.created``, ``sandbox.opened``, ``sandbox.ready``, ``sandbox.failed``,
-    ``sandbox.lost``, ``sandbox.deleted``, ``sandbox.stuck``, ``lease.granted``, ``lease.refused``, ``lease.reset``,
-    ``lease.checkpoint``, ``lease.restored``, ``secret.placed``, ``lease.released``, ``command.started``,
-    ``command.ended``, ``attempt.started``, ``attempt.ended``, ``episode.ended``, ``episode.restored``,
-    ``sandbox.orphaned``, ``leftovers.removed``.
-    """
+    """What: ``sandbox.ready``, ``command.started``, ``episode.ended``, …; the reference of events lists all of them."""
     at: float
     """When, on the driver's monotonic clock, in seconds."""
     sandbox: str | None = None

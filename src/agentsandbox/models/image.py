@@ -8,6 +8,7 @@ from collections.abc import Iterable
 import attrs
 
 from agentsandbox.errors import ConfigurationError
+from agentsandbox.models.limits import check_count
 
 __all__ = ["EXPANSION", "ImageManifest", "Layer"]
 
@@ -19,8 +20,7 @@ at its default level makes of installed Python environments and source trees, ro
 
 
 def _bytes(_: object, attribute: attrs.Attribute[int], value: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-        raise ConfigurationError(f"{attribute.name} is a whole number of bytes, not {value!r}")
+    check_count(attribute.name, value, least=0)
 
 
 @attrs.frozen(kw_only=True)

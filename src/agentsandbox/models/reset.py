@@ -9,6 +9,7 @@ import attrs
 
 from agentsandbox.errors import ConfigurationError
 from agentsandbox.models.command import ProcessInfo
+from agentsandbox.models.limits import check_count, check_number
 
 __all__ = ["RUNGS", "ResetPolicy", "ResetReport"]
 
@@ -34,8 +35,7 @@ def _check_paths(_: object, attribute: attrs.Attribute[tuple[str, ...]], value: 
 
 
 def _check_seconds(_: object, attribute: attrs.Attribute[float], value: float) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
-        raise ConfigurationError(f"{attribute.name} must be a number above 0 seconds, not {value!r}")
+    check_number(attribute.name, value)
 
 
 @attrs.frozen(kw_only=True)
@@ -71,9 +71,9 @@ class ResetPolicy:
     def __attrs_post_init__(self) -> None:
         if self.on_change not in ON_CHANGE:
             raise ConfigurationError(f"on_change is one of {', '.join(ON_CHANGE)}, not {self.on_change!r}")
-        for name, value in (("max_reuses", self.max_reuses), ("copies_limit", self.copies_limit)):
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 0):
-                raise ConfigurationError(f"{name} must be a whole number of at least 0, not {value!r}")
+        if self.max_reuses is not None:
+            check_count("max_reuses", self.max_reuses, least=0)
+        check_count("copies_limit", self.copies_limit, least=0)
 
 
 @attrs.frozen(kw_only=True)

@@ -33,7 +33,7 @@ class TTFCSample:
     censored: bool = False
     """Whether the first command never started, so that the true value is larger."""
     stages: Mapping[str, float] = attrs.field(factory=dict)
-    """Its parts: ``queue`` until the lease was granted, ``start`` until the first command ran, and a backend's own."""
+    """Its parts: ``queue`` until the lease was granted, and ``start`` from there until the first command ran."""
     episode: str | None = None
     """The episode, if there was one."""
     image: str = ""

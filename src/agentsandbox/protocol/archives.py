@@ -2,26 +2,22 @@
 """
 Directories as tar streams: regular files, directories and symbolic links, and nothing that leads out of the directory.
 
-Every name is opened below its directory without following links, so what an episode left in the way cannot redirect it.
-
 This module runs on both sides, so it keeps to the standard library and to Python 3.7.
 """
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import os
 import stat
 import tarfile
-from typing import Any, Callable, Dict, Iterator, List, Set, Tuple
+from typing import Any, Dict, List, Set
+
+from .tree import CHUNK, DIRECTORY, FOLLOW_NOT, Malformed, Refused, Tree
+
+__all__ = ["Malformed", "Refused", "pack", "unpack"]
 
 BLOCK = 512
-CHUNK = 1024 * 1024
-
-FOLLOW_NOT = os.O_NOFOLLOW | os.O_CLOEXEC
-DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | FOLLOW_NOT
-
 
 MAX_HEADER = 1024 * 1024
 """Bytes that the name or the attributes of one member may take: :mod:`tarfile` reads them into memory whole."""
@@ -31,14 +27,6 @@ MAX_TRAILER = 1024 * 1024
 
 PAX_HEADERS = (tarfile.XHDTYPE, tarfile.XGLTYPE, tarfile.SOLARIS_XHDTYPE)
 EXTENSIONS = (*PAX_HEADERS, tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK)
-
-
-class Malformed(Exception):
-    """The stream is no whole archive."""
-
-
-class Refused(Malformed):
-    """The archive holds a member that nobody should unpack."""
 
 
 def pack(path: bytes, out: int, *, style: int = tarfile.PAX_FORMAT) -> Dict[str, Any]:
@@ -165,7 +153,7 @@ def unpack(path: bytes, source: int, *, modes: int = 0o7777, foreign: bool = Fal
 
     """
     os.makedirs(path, exist_ok=True)
-    tree = _Tree(path, modes, 0o600 if foreign else 0)
+    tree = Tree(path, modes, 0o600 if foreign else 0)
     reader = _Reader(source)
     try:
         archive = tarfile.open(  # type: ignore[call-overload]  # noqa: SIM115
@@ -184,7 +172,7 @@ def unpack(path: bytes, source: int, *, modes: int = 0o7777, foreign: bool = Fal
     return {"entries": count, "size": reader.size}
 
 
-def _unpack(archive: tarfile.TarFile, tree: _Tree, *, foreign: bool) -> int:
+def _unpack(archive: tarfile.TarFile, tree: Tree, *, foreign: bool) -> int:
     count = 0
     left_out: Set[bytes] = set()
     while True:
@@ -203,7 +191,6 @@ def _unpack(archive: tarfile.TarFile, tree: _Tree, *, foreign: bool) -> int:
             assert file is not None
             tree.file(parts, info, file)
         elif info.issym():
-            _check_link(parts, info.linkname)
             tree.link(parts, info.linkname.encode("utf-8", "surrogateescape"))
         elif foreign and (info.isdev() or (info.islnk() and b"/".join(_parts(info.linkname)) in left_out)):
             left_out.add(b"/".join(parts))
@@ -242,146 +229,6 @@ def _parts(name: str) -> List[bytes]:
     if b".." in parts or any(b"\0" in part for part in parts):
         raise Refused("%r leads out of the directory" % name)
     return parts
-
-
-def _check_link(parts: List[bytes], target: str) -> None:
-    """Refuse a link that leads out, counted by its words: nothing else can be known about it."""
-    depth = len(parts) - 1 if target and not target.startswith("/") else -1
-    for word in target.split("/"):
-        if depth < 0:
-            break
-        if word == "..":
-            depth -= 1
-        elif word not in ("", "."):
-            depth += 1
-    if depth < 0:
-        name = b"/".join(parts).decode("utf-8", "replace")
-        raise Refused("the link %r leads to %r, out of the directory" % (name, target))
-
-
-class _Tree:
-    """The directory that is filled. The directory of the last member stays open, as most members are neighbours."""
-
-    def __init__(self, path: bytes, allowed: int, always: int) -> None:
-        self._path = path
-        self._allowed = allowed
-        self._always = always
-        self._top = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        self._at: Tuple[bytes, ...] = ()
-        self._fd = self._top
-        self._modes: List[Tuple[List[bytes], int]] = []
-
-    def directory(self, parts: List[bytes], mode: int) -> None:
-        if parts:
-            parent = self._enter(parts[:-1])
-            self._make(parent, parts[-1], parts)
-        self._modes.append((parts, mode & self._allowed))
-
-    def file(self, parts: List[bytes], info: tarfile.TarInfo, file: Any) -> None:
-        parent = self._enter(parts[:-1])
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | FOLLOW_NOT
-        with self._about(parts):
-            fd = _anew(parent, parts[-1], lambda: os.open(parts[-1], flags, 0o600, dir_fd=parent))
-            try:
-                while True:
-                    part = file.read(CHUNK)
-                    if not part:
-                        break
-                    view = memoryview(part)
-                    while view:
-                        view = view[os.write(fd, view) :]
-                if os.fstat(fd).st_size != info.size:
-                    raise Malformed("%r ends early" % info.name)
-                os.fchmod(fd, info.mode & self._allowed | self._always)
-                os.utime(fd, (info.mtime, info.mtime))
-            finally:
-                os.close(fd)
-
-    def link(self, parts: List[bytes], target: bytes) -> None:
-        parent = self._enter(parts[:-1])
-        with self._about(parts):
-            _anew(parent, parts[-1], lambda: os.symlink(target, parts[-1], dir_fd=parent))
-
-    def copy(self, parts: List[bytes], info: tarfile.TarInfo, source: List[bytes]) -> None:
-        """Have what an earlier member is once more: a hard link would tie two files together."""
-        name = source[-1] if source else b"."
-        try:
-            parent = self._enter(source[:-1], make=False)
-            status = os.stat(name, dir_fd=parent, follow_symlinks=False)
-        except OSError as error:
-            raise Malformed("%r is a link to %r, which is not there" % (info.name, info.linkname)) from error
-        if stat.S_ISLNK(status.st_mode):
-            target = os.readlink(name, dir_fd=parent)
-            _check_link(parts, target.decode("utf-8", "surrogateescape"))
-            self.link(parts, target)
-            return
-        if not stat.S_ISREG(status.st_mode):
-            raise Refused("%r is a hard link to what is no file" % info.name)
-        with open(os.open(name, os.O_RDONLY | FOLLOW_NOT, dir_fd=parent), "rb") as file:
-            info.size, info.mode, info.mtime = status.st_size, stat.S_IMODE(status.st_mode), int(status.st_mtime)
-            self.file(parts, info, file)
-
-    def finish(self) -> None:
-        """Give directories their modes, deepest first: one that may not be written had to be filled before."""
-        for parts, mode in sorted(self._modes, key=lambda item: -len(item[0])):
-            if parts:
-                os.fchmod(self._enter(parts), mode)
-
-    def _make(self, parent: int, name: bytes, parts: List[bytes]) -> None:
-        with self._about(parts):
-            try:
-                os.mkdir(name, 0o777, dir_fd=parent)
-            except FileExistsError:
-                status = os.stat(name, dir_fd=parent, follow_symlinks=False)
-                if not stat.S_ISDIR(status.st_mode):
-                    os.unlink(name, dir_fd=parent)
-                    os.mkdir(name, 0o777, dir_fd=parent)
-
-    def _enter(self, parts: List[bytes], *, make: bool = True) -> int:
-        wanted = tuple(parts)
-        if wanted == self._at:
-            return self._fd
-        fd, start = self._top, 0
-        if self._at and wanted[: len(self._at)] == self._at:
-            fd, start = self._fd, len(self._at)
-        for index in range(start, len(wanted)):
-            try:
-                with self._about(parts[: index + 1]):
-                    below = self._open(fd, wanted[index], make=make)
-            finally:
-                if fd not in (self._top, self._fd):
-                    os.close(fd)
-            fd = below
-        if self._fd not in (self._top, fd):
-            os.close(self._fd)
-        self._at, self._fd = wanted, fd
-        return fd
-
-    def _open(self, parent: int, name: bytes, *, make: bool) -> int:
-        try:
-            return os.open(name, DIRECTORY, dir_fd=parent)
-        except FileNotFoundError:
-            if not make:
-                raise
-            os.mkdir(name, 0o777, dir_fd=parent)
-            return os.open(name, DIRECTORY, dir_fd=parent)
-
-    @contextlib.contextmanager
-    def _about(self, parts: List[bytes]) -> Iterator[None]:
-        """Have errors name the member."""
-        try:
-            yield
-        except OSError as error:
-            raise OSError(error.errno, error.strerror, os.path.join(self._path, *parts)) from None
-
-
-def _anew(parent: int, name: bytes, make: Callable[[], Any]) -> Any:
-    """Make something in the place of whatever file or link is there."""
-    try:
-        return make()
-    except FileExistsError:
-        os.unlink(name, dir_fd=parent)
-        return make()
 
 
 class _Reader:

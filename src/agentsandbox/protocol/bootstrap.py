@@ -62,6 +62,7 @@ _MODULES = (
     "kernel",
     "killing",
     "loop",
+    "mounts",
     "pipes",
     "place",
     "poller",
@@ -190,6 +191,7 @@ def runner_modules() -> tuple[str, ...]:
         "agentsandbox.protocol.archives",
         "agentsandbox.protocol.connection",
         "agentsandbox.protocol.frames",
+        "agentsandbox.protocol.tree",
         *(f"{_RUNNER}.{name}" for name in _MODULES),
     )
 

@@ -17,6 +17,7 @@ from agentsandbox.metrics.quantiles import quantile
 from agentsandbox.report.bias import bias_lines, bias_report
 
 if TYPE_CHECKING:
+    from agentsandbox.metrics.resets import ResetTally
     from agentsandbox.models.episode import Attempt, EpisodeRecord, RolloutResult
     from agentsandbox.models.timing import TTFCSummary
 
@@ -33,6 +34,7 @@ def results(
     image: str,
     run_id: str,
     environment: Mapping[str, Any] | None = None,
+    resets: ResetTally | None = None,
 ) -> dict[str, Any]:
     """
     Put a batch into the dictionary that ``results.json`` holds.
@@ -53,6 +55,7 @@ def results(
         image: What they were made from.
         run_id: The run.
         environment: Where the driver ran; ``None`` asks :func:`describe_environment`.
+        resets: The sink that has counted the resets, if one has.
 
     Returns:
         Only dictionaries, lists, strings, numbers, truth values and ``None``.
@@ -93,6 +96,7 @@ def results(
         "resumed": result.resumed,
         "extra_acquires": result.extra_acquires,
         "lost_twins": result.lost_twins,
+        "resets": None if resets is None else resets.rows(),
         "bias": bias_lines(bias_report(result)),
         "groups": [
             {"group": _plain(group.group), "size": group.size, "valid": group.valid_count, "complete": group.complete}

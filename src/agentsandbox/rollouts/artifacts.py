@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from agentsandbox.models.episode import Episode
     from agentsandbox.rollouts.source import RolloutLease
 
-__all__ = ["ARTIFACT_LIMIT", "ArtifactStore", "directory_name"]
+__all__ = ["ARTIFACT_LIMIT", "ArtifactStore", "path_component"]
 
 ARTIFACT_LIMIT = 64 * 1024 * 1024
 """The largest artifact that is saved, in bytes: far above any patch or report, far below the memory of a driver."""
@@ -31,16 +31,12 @@ SAVE_TIMEOUT = 60.0
 _LONGEST_NAME = 120
 
 
-def directory_name(episode_id: str) -> str:
+def path_component(text: str) -> str:
     """
-    Turn an episode id into one safe path component.
+    Turn an episode id, or part of a path, into one safe path component.
 
-    Different ids give different names, and none of them leads out of its directory.
+    Different texts give different names, and none of them leads out of its directory.
     """
-    return _component(episode_id)
-
-
-def _component(text: str) -> str:
     name = quote(text, safe=" +,=@~")
     if name.startswith("."):
         name = "%2E" + name[1:]
@@ -99,7 +95,7 @@ class ArtifactStore:
         """
         paths: dict[str, Path] = {}
         missing: dict[str, str] = {}
-        base = self.root / directory_name(episode.id) / f"attempt-{number}"
+        base = self.root / path_component(episode.id) / f"attempt-{number}"
 
         async def keep(name: str, path: Path, data: bytes) -> None:
             try:
@@ -121,7 +117,7 @@ class ArtifactStore:
                 except Exception as error:  # noqa: BLE001 - whatever is wrong with a file, the reward stands
                     missing[name] = f"{type(error).__name__}: {error}"
                 else:
-                    parts = (_component(part) for part in PurePosixPath(name).parts if part != "/")
+                    parts = (path_component(part) for part in PurePosixPath(name).parts if part != "/")
                     await keep(name, base.joinpath("files", *parts), data)
         reason = f"not saved within {SAVE_TIMEOUT:g} s" if files else "the sandbox was gone"
         for name in episode.artifacts:

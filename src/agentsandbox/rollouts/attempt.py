@@ -24,7 +24,7 @@ from agentsandbox.errors import (
 from agentsandbox.models.episode import Attempt, Graded
 from agentsandbox.rollouts.accounting import Ledger, Outcome, Ticket
 from agentsandbox.rollouts.draft import Call, Draft
-from agentsandbox.rollouts.notify import announce
+from agentsandbox.rollouts.notify import tell_ended
 from agentsandbox.rollouts.racing import Race, first_lease
 from agentsandbox.rollouts.stopping import cancelled_failure, really_cancelled
 from agentsandbox.rollouts.verdict import failure_of, reward_of
@@ -217,11 +217,10 @@ class AttemptRunner:
         return lease
 
     def _start(self, draft: Draft, call: Call) -> None:
-        try:
-            self.tasks.start_soon(self._call, draft, call)
-        except RuntimeError:
-            # The pool is being closed, and its task group has ended already.
+        if self.tasks.cancel_scope.cancel_called:  # the pool is being closed, and its group may have ended already
             call.done.set()
+        else:
+            self.tasks.start_soon(self._call, draft, call)
 
     async def _call(self, draft: Draft, call: Call) -> None:
         try:
@@ -347,7 +346,7 @@ class AttemptRunner:
             reason=failure.message if failure else None,
         )
         if record is not None:
-            announce(self.publisher, record, now)
+            tell_ended(self.publisher, record, now)
 
     def _late(self, ticket: Ticket, call: Call) -> None:
         if not call.returned:

@@ -14,13 +14,14 @@ import anyio
 from agentsandbox.errors import TASK_FAULTS, BatchFailed, ConfigurationError, EpisodeTimeout, JournalError, Phase
 from agentsandbox.metrics.recorder import summarise_ttfc
 from agentsandbox.models.episode import EpisodeRecord, RolloutResult, check_batch
+from agentsandbox.models.limits import check_count, check_number
 from agentsandbox.rollouts.accounting import Ledger
 from agentsandbox.rollouts.artifacts import ArtifactStore
 from agentsandbox.rollouts.attempt import AttemptRunner
 from agentsandbox.rollouts.continuing import check_restore, continuing
 from agentsandbox.rollouts.hedging import Hedger
 from agentsandbox.rollouts.journal import Progress
-from agentsandbox.rollouts.notify import announce, announce_restored
+from agentsandbox.rollouts.notify import tell_ended, tell_restored
 from agentsandbox.rollouts.racing import Race
 from agentsandbox.rollouts.source import check_rollout
 from agentsandbox.rollouts.stopping import cancelled_failure
@@ -116,7 +117,7 @@ async def gather_rollouts(
     check_batch(episodes)
     check_rollout(rollout)
     for image, limit in (limits or {}).items():
-        check_limits(parallelism=limit, name=f"the limit of image {image!r}")
+        check_count(f"the limit of image {image!r}", limit)
     check_limits(
         parallelism=parallelism,
         max_attempts=max_attempts,
@@ -139,7 +140,7 @@ async def gather_rollouts(
     ledger = Ledger(max_attempts=max_attempts, retry_timeouts=retry_timeouts, limits=limits or {})
     resumed = _submit(ledger, episodes, book)
     for record in resumed:
-        announce_restored(publisher, record, submitted_at)
+        tell_restored(publisher, record, submitted_at)
     hedger = None if hedge is None else Hedger(hedge)
     try:
         async with anyio.create_task_group() as workers:
@@ -214,7 +215,7 @@ async def _end(ledger: Ledger, failure: Failure, publisher: Publisher, book: Bat
             await book.flush()
     finally:
         for record in records:
-            announce(publisher, record, anyio.current_time())
+            tell_ended(publisher, record, anyio.current_time())
 
 
 async def _work(runner: AttemptRunner, ledger: Ledger, over: float, admission: Admission | None) -> None:
@@ -250,14 +251,13 @@ def _check_threshold(records: Sequence[EpisodeRecord], threshold: float | None) 
 
 def check_limits(
     *,
-    parallelism: int | None = None,
-    max_attempts: int = 1,
-    deadline: float | None = None,
-    episode_timeout: float | None = None,
-    failure_threshold: float | None = None,
-    output: Path | str | None = None,
-    task_faults: Collection[str] = (),
-    name: str = "parallelism",
+    parallelism: int | None,
+    max_attempts: int,
+    deadline: float | None,
+    episode_timeout: float | None,
+    failure_threshold: float | None,
+    output: Path | str | None,
+    task_faults: Collection[str],
 ) -> None:
     """
     Refuse limits that cannot work.
@@ -266,20 +266,16 @@ def check_limits(
         ConfigurationError: Naming the limit, its value and what it may be.
 
     """
-    numbers: tuple[tuple[str, object], ...] = ((name, parallelism), ("max_attempts", max_attempts))
-    for what, count in numbers:
-        if count is not None and (not isinstance(count, int) or isinstance(count, bool) or count < 1):
-            raise ConfigurationError(f"{what} must be a whole number of at least 1, not {count!r}")
+    if parallelism is not None:
+        check_count("parallelism", parallelism)
+    check_count("max_attempts", max_attempts)
     for what, seconds in (("deadline", deadline), ("episode_timeout", episode_timeout)):
-        if seconds is not None and not (_is_number(seconds) and seconds > 0):
-            raise ConfigurationError(f"{what} must be above 0 seconds, not {seconds!r}")
-    if failure_threshold is not None and not (_is_number(failure_threshold) and 0 <= failure_threshold <= 1):
-        raise ConfigurationError(f"failure_threshold is a share from 0 to 1, not {failure_threshold!r}")
+        if seconds is not None:
+            check_number(what, seconds)
+    share = failure_threshold
+    if share is not None and (not isinstance(share, int | float) or isinstance(share, bool) or not 0 <= share <= 1):
+        raise ConfigurationError(f"failure_threshold is a share from 0 to 1, not {share!r}")
     if isinstance(task_faults, str) or not TASK_FAULTS.issuperset(task_faults):
         raise ConfigurationError(f"task_faults is a set out of {sorted(TASK_FAULTS)}, not {task_faults!r}")
     if output is not None and Path(output).exists() and not Path(output).is_dir():
         raise ConfigurationError(f"output must be a directory, and {str(output)!r} is none")
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)

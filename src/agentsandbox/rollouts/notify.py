@@ -9,15 +9,15 @@ if TYPE_CHECKING:
     from agentsandbox.models.episode import EpisodeRecord
     from agentsandbox.warmpool.publishing import Publisher
 
-__all__ = ["announce", "announce_restored"]
+__all__ = ["tell_ended", "tell_restored"]
 
 
-def announce(publisher: Publisher, record: EpisodeRecord, at: float) -> None:
+def tell_ended(publisher: Publisher, record: EpisodeRecord, at: float) -> None:
     """Tell every sink that an episode has its record."""
     publisher.emit("episode.ended", at, **_facts(record))
 
 
-def announce_restored(publisher: Publisher, record: EpisodeRecord, at: float) -> None:
+def tell_restored(publisher: Publisher, record: EpisodeRecord, at: float) -> None:
     """Tell every sink that an episode has a record already, from an earlier driver."""
     publisher.emit("episode.restored", at, **_facts(record))
 

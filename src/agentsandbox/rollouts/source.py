@@ -71,7 +71,7 @@ RolloutFunction = Callable[[Any, "Episode"], "Awaitable[float | Graded]"]
 """One attempt: takes the sandbox (a :class:`~agentsandbox.Lease`) and the episode, and returns the reward."""
 
 
-def check_rollout(rollout: object) -> None:
+def check_rollout(rollout: Any) -> None:
     """
     Refuse a rollout function that cannot work, before anything is created for it.
 
@@ -91,7 +91,7 @@ def check_rollout(rollout: object) -> None:
             f"the rollout function {_name(inner)} is not async; declare it with 'async def' and await the sandbox in it"
         )
     try:
-        inspect.signature(rollout).bind(None, None)  # type: ignore[arg-type]
+        inspect.signature(rollout).bind(None, None)
     except TypeError as error:
         raise ConfigurationError(
             f"the rollout function {_name(inner)} must take a sandbox and an episode: {error}"

@@ -21,11 +21,12 @@ from agentsandbox.errors import (
 from agentsandbox.models.command import Command, ExecResult, OutputSizes
 from agentsandbox.protocol.frames import CREDIT, KILL, MAX_START, START, STDERR, STDOUT, Frame, FrameError, dump
 from agentsandbox.session.call import STREAM_NAMES, WINDOW, Call, Chunks
+from agentsandbox.session.streams import closing
 
 if TYPE_CHECKING:
     from agentsandbox.session.link import Link
 
-__all__ = ["Calls", "OnOutput", "Stdin", "start"]
+__all__ = ["Calls", "OnOutput", "Stdin", "given", "hand", "limit_of", "start"]
 
 GRACE = 1.0
 """Seconds between TERM and KILL when a time limit fires."""
@@ -78,10 +79,7 @@ class Calls:
     ) -> Call:
         """Start what *payload* describes and see it to its end; see :meth:`Session.exec`."""
         await anyio.lowlevel.checkpoint_if_cancelled()
-        whole = bytes(stdin) if isinstance(stdin, (bytes, bytearray, memoryview)) else None
-        pieces = stdin if isinstance(stdin, AsyncIterable) else None
-        if stdin is not None and whole is None and pieces is None:
-            raise ConfigurationError(f"stdin is bytes or an async iterable of bytes, not {type(stdin).__name__}")
+        whole, pieces = given(stdin)
         queue = Chunks() if on_output is not None else None
         call = self.begin(
             payload,
@@ -148,8 +146,7 @@ class Calls:
         if end is None or call.lost:
             raise self.loss(*kept)
         if end.limit in ("total", "no_output"):
-            seconds = command.timeout if end.limit == "total" else command.no_output_timeout
-            raise CommandTimeout(end.limit, seconds or 0.0, end.wall, *kept)
+            raise CommandTimeout(end.limit, limit_of(command, end.limit), end.wall, *kept)
         return ExecResult(
             exit_code=end.code,
             stdout=kept[0],
@@ -210,9 +207,7 @@ class Calls:
                 kind, data = queue.pop()
                 call.kept[kind].append(data)
                 assert on_output is not None
-                pending = on_output(STREAM_NAMES[kind], data)
-                if inspect.isawaitable(pending):
-                    await pending
+                await hand(on_output, STREAM_NAMES[kind], data)
                 call.consumed(len(data))
             if call.done.is_set():
                 return
@@ -229,15 +224,16 @@ class Calls:
 
     async def _feed(self, call: Call, pieces: AsyncIterable[bytes]) -> None:
         try:
-            async for piece in pieces:
-                rest = memoryview(piece)
-                while rest:
-                    if not call.input_open:
-                        return
-                    sent = call.feed(rest)
-                    rest = rest[sent:]
-                    if not sent:
-                        await self.wait(call, call.changed)
+            async with closing(pieces):
+                async for piece in pieces:
+                    rest = memoryview(piece)
+                    while rest:
+                        if not call.input_open:
+                            return
+                        sent = call.feed(rest)
+                        rest = rest[sent:]
+                        if not sent:
+                            await self.wait(call, call.changed)
             call.end_input()
         except Exception as error:  # noqa: BLE001  passed on by run()
             call.fail(error)
@@ -281,6 +277,27 @@ def start(command: Command, *, stdin: bool, window: int = WINDOW) -> dict[str, A
         "grace": GRACE,
         "window": window,
     }
+
+
+def given(stdin: Stdin | None) -> tuple[bytes | None, AsyncIterable[bytes] | None]:
+    """Tell standard input that is here as a whole from what comes piece by piece."""
+    if isinstance(stdin, (bytes, bytearray, memoryview)):
+        return bytes(stdin), None
+    if stdin is None or isinstance(stdin, AsyncIterable):
+        return None, stdin
+    raise ConfigurationError(f"stdin is bytes or an async iterable of bytes, not {type(stdin).__name__}")
+
+
+async def hand(on_output: OnOutput, name: str, data: bytes) -> None:
+    """Hand output to the caller's callback, and wait for it if it wants that."""
+    pending = on_output(name, data)
+    if inspect.isawaitable(pending):
+        await pending
+
+
+def limit_of(command: Command, limit: str) -> float:
+    """Return the seconds of a time limit that fired: ``total`` or ``no_output``."""
+    return (command.timeout if limit == "total" else command.no_output_timeout) or 0.0
 
 
 def _finite(seconds: float | None) -> float | None:

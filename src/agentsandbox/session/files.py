@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from agentsandbox.session.calls import Calls
 
-__all__ = ["builtin", "in_thread", "read_file", "write_file"]
+__all__ = ["builtin", "in_thread", "read_file", "sha256", "write_file"]
 
 FILE_TIMEOUT = 300.0
 """Seconds that reading or writing one file may take."""
@@ -45,6 +45,11 @@ async def in_thread(function: Callable[..., Any], *arguments: Any) -> Any:
         limiter = anyio.CapacityLimiter(THREADS)
         _threads.set(limiter)
     return await anyio.to_thread.run_sync(function, *arguments, limiter=limiter)
+
+
+async def sha256(data: bytes) -> str:
+    """Return the SHA-256 of *data*, without holding up the event loop."""
+    return str(await in_thread(_sha256, data)) if len(data) >= HASH_IN_THREAD else _sha256(data)
 
 
 async def builtin(
@@ -110,7 +115,7 @@ async def read_file(calls: Calls, path: str, *, user: str | int | None, limit: i
 async def write_file(calls: Calls, path: str, data: bytes, *, mode: int | None, user: str | int | None) -> None:
     """Write a file; see :meth:`Session.write_file`."""
     data = bytes(data)
-    digest = await in_thread(_sha256, data) if len(data) >= HASH_IN_THREAD else _sha256(data)
+    digest = await sha256(data)
     arguments = {"size": len(data), "sha256": digest, "mode": mode, "parents": True}
     try:
         _, report = await builtin(calls, "write", path, arguments, user=user, timeout=FILE_TIMEOUT, stdin=data)

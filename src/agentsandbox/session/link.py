@@ -17,21 +17,22 @@ import anyio
 from agentsandbox.errors import InfrastructureError, ProtocolError, SandboxLost, StreamBroken
 from agentsandbox.protocol.connection import Connection
 from agentsandbox.protocol.frames import (
-    HELLO,
     PING,
     PONG,
     REFUSED,
     SHUTDOWN,
     TO_DRIVER,
-    VERSION,
     WELCOME,
     Frame,
     FrameError,
     dump,
     load,
 )
+from agentsandbox.session.handshake import greet
+from agentsandbox.session.loss import told
 from agentsandbox.session.pulse import watching
-from agentsandbox.session.retrying import REATTACH_ATTEMPTS, STREAM_ERRORS, attempts, pause
+from agentsandbox.session.retrying import REATTACH_ATTEMPTS, Worth, attempts, pause
+from agentsandbox.session.streams import CLOSE, STREAM_ERRORS, close
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Mapping
@@ -43,14 +44,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Link"]
 
-LASTING = 10.0
-"""Seconds after which a stream was worth having, even if nothing had to be said on it."""
-
 DRAIN = 1.0
 """Seconds in which what is on its way may still arrive after writing has failed."""
-
-CLOSE = 5.0
-"""Seconds that closing may take."""
 
 MAX_PONGS = 1000
 """Answers to pings that may wait while the other side does not read."""
@@ -102,8 +97,7 @@ class Link:
         self._pongs = 0
         self._asked: tuple[float, float] | None = None  # when the last byte had arrived by then, and when that was
         self._broken = ""
-        self._carried = (-1, -1)
-        self._fruitless = 0  # streams in a row that could be attached and then carried nothing
+        self._worth = Worth()
         self.facts: Mapping[str, Any] = MappingProxyType({})
         """What the runner said about itself."""
         self.lost: SandboxLost | None = None
@@ -159,11 +153,8 @@ class Link:
         """Return the exception for a caller whose command the loss hit, with what the command had printed."""
         if self.violation is not None:
             return ProtocolError(str(self.violation))
-        lost = self.lost
-        assert lost is not None
-        error = type(lost)(lost.reason, lost.detail, stdout=stdout, stderr=stderr)
-        error.__cause__ = lost.__cause__
-        return error
+        assert self.lost is not None
+        return told(self.lost, stdout, stderr)
 
     async def ping(self, timeout: float) -> float:
         """Return how many seconds an answer took; :exc:`TimeoutError` if none came within *timeout* seconds."""
@@ -205,8 +196,7 @@ class Link:
         finally:
             self.lose(StreamBroken("closed", "the session was closed"))
             self._connection.detach()
-            with anyio.move_on_after(CLOSE, shield=True):
-                await self._stream.aclose()
+            await close(self._stream)
             self._ended.set()
         if not attached:
             raise self.loss()
@@ -235,7 +225,7 @@ class Link:
         except FrameError as error:
             self.violate(error)
             raise self.loss() from error
-        except (*STREAM_ERRORS, TimeoutError) as error:
+        except STREAM_ERRORS as error:
             self.lose(StreamBroken("handshake", f"the runner did not answer ({type(error).__name__})"))
             raise self.loss() from error
         except SandboxLost as error:
@@ -244,41 +234,27 @@ class Link:
 
     async def _attach(self, stream: ByteStream) -> None:
         connection = self._connection
-        connection.send(HELLO, 0, dump({"version": VERSION, "nonce": self._nonce, "received": connection.received}))
-        await stream.send(connection.data_to_send())
-        frames: list[Frame] = []
-        while not frames:
-            frames = connection.receive_data(await stream.receive())
-        welcome = load(frames[0].payload) if frames[0].type in (WELCOME, REFUSED) else {}
-        if frames[0].type == REFUSED:
-            raise SandboxLost("refused", str(welcome.get("reason")))
-        if frames[0].type != WELCOME or welcome.get("version") != VERSION:
-            raise FrameError(f"no welcome of version {VERSION} from the runner")
-        facts = welcome.get("facts")
-        if not isinstance(facts, dict):
-            raise FrameError("the runner gives no facts")
-        if self.streams and facts != self.facts:
+        welcome = await greet(stream, connection, self._nonce)
+        if self.streams and welcome.facts != self.facts:
             raise SandboxLost("replaced", "another runner answers than before")
-        connection.attach(welcome.get("received"))  # type: ignore[arg-type]  # it checks
-        carried = (welcome["received"], connection.received)
-        lasted = anyio.current_time() - self.attached_at >= LASTING
-        self._fruitless = self._fruitless + 1 if carried == self._carried and not lasted else 0
-        self._carried = carried
+        connection.attach(welcome.received)  # it checks
+        now = anyio.current_time()
+        self._worth.attached((welcome.received, connection.received), now)
         self.streams += 1
-        self.facts = MappingProxyType(facts)
-        self.last_received = self.attached_at = anyio.current_time()
+        self.facts = MappingProxyType(welcome.facts)
+        self.last_received = self.attached_at = now
         self._broken, self._pongs, self._asked = "", 0, None
-        for frame in frames[1:]:
+        for frame in welcome.rest:
             self._dispatch(frame)
         for token in self._pings:
             connection.send(PING, 0, token)
 
     async def _reattach(self) -> bool:
         """Open a new stream to the same runner; return whether that worked."""
-        if self._reopen is None or self._fruitless >= REATTACH_ATTEMPTS:
+        if self._reopen is None or self._worth.fruitless >= REATTACH_ATTEMPTS:
             self.lose(StreamBroken("stream_ended", self._broken))
             return False
-        await pause(self._fruitless)
+        await pause(self._worth.fruitless)
         try:
             async for attempt in attempts():
                 with attempt:
@@ -301,8 +277,7 @@ class Link:
                 await self._attach(stream)
             except BaseException:
                 self._connection.detach()
-                with anyio.move_on_after(CLOSE, shield=True):
-                    await stream.aclose()
+                await close(stream)
                 raise
             self._stream = stream
 
@@ -324,8 +299,7 @@ class Link:
         finally:
             self._writing = False
         self._connection.detach()
-        with anyio.move_on_after(CLOSE, shield=True):
-            await stream.aclose()
+        await close(stream)
         return self.lost is None
 
     async def _read(self, stream: ByteStream) -> None:

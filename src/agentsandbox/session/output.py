@@ -5,7 +5,12 @@ from __future__ import annotations
 
 from io import BytesIO
 
-__all__ = ["HeadTail"]
+__all__ = ["HeadTail", "halves"]
+
+
+def halves(limit: int) -> tuple[int, int]:
+    """Return how many bytes of the head and of the tail of a stream are kept, together so many."""
+    return limit - limit // 2, limit // 2
 
 
 class HeadTail:
@@ -24,7 +29,7 @@ class HeadTail:
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
-        self._head = limit - limit // 2
+        self._head = halves(limit)[0]
         self._buffer: BytesIO | None = None
         self._next = self._head  # where the oldest byte of the ring is, once it is full
         self.size = 0

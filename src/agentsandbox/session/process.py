@@ -17,10 +17,43 @@ if TYPE_CHECKING:
     from agentsandbox.session.call import Call
     from agentsandbox.session.calls import Calls
 
-__all__ = ["InputStream", "OutputStream", "Process"]
+__all__ = ["Closing", "InputStream", "OutputStream", "Pieces", "Process"]
 
 
-class OutputStream:
+class Pieces:
+    """What gives pieces of bytes until it ends: iterate over it."""
+
+    async def receive(self) -> bytes:
+        """Return the next bytes, at least one."""
+        raise NotImplementedError
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> bytes:
+        try:
+            return await self.receive()
+        except anyio.EndOfStream:
+            raise StopAsyncIteration from None
+
+
+class Closing:
+    """What is closed when its context is left."""
+
+    async def aclose(self) -> None:
+        """Close it."""
+        raise NotImplementedError
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self.aclose()
+
+
+class OutputStream(Pieces):
     """
     One output stream of a live command: iterate over it for pieces of bytes.
 
@@ -32,15 +65,6 @@ class OutputStream:
         self._calls = calls
         self._call = call
         self._kind = kind
-
-    def __aiter__(self) -> OutputStream:
-        return self
-
-    async def __anext__(self) -> bytes:
-        try:
-            return await self.receive()
-        except anyio.EndOfStream:
-            raise StopAsyncIteration from None
 
     async def receive(self) -> bytes:
         """
@@ -103,7 +127,7 @@ class InputStream:
         await anyio.lowlevel.checkpoint_if_cancelled()
 
 
-class Process:
+class Process(Closing):
     """
     A command with live streams. Use it as an async context manager: leaving it kills what still runs.
 
@@ -181,11 +205,3 @@ class Process:
     async def aclose(self) -> None:
         """Kill the command if it still runs. Idempotent."""
         await self.kill()
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        await self.aclose()

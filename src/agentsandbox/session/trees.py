@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from agentsandbox.session.calls import Calls
 
-__all__ = ["beside", "download_dir", "upload_dir"]
+__all__ = ["MODES", "TIMEOUT", "beside", "directory", "download_dir", "upload_dir"]
 
 TIMEOUT = 3600.0
 """Seconds that copying a directory may take."""
@@ -38,9 +38,7 @@ MODES = 0o755
 
 async def upload_dir(calls: Calls, source: Path, target: str, *, user: str | int | None) -> None:
     """Copy a directory into the sandbox; see :meth:`Session.upload_dir`."""
-    source = Path(source)
-    if not stat.S_ISDIR((await in_thread(source.stat)).st_mode):
-        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(source))
+    source = await directory(source)
 
     async def transfer(stream: SocketStream, failure: list[Exception]) -> None:
         async def pieces() -> AsyncIterator[bytes]:
@@ -77,6 +75,14 @@ async def download_dir(calls: Calls, source: str, target: Path, *, user: str | i
     except archives.Malformed as error:
         calls.link.lose(StreamBroken("damaged", f"the archive of {source!r} is damaged: {error}"))
         raise calls.loss() from error
+
+
+async def directory(path: Path) -> Path:
+    """Return a path that is to be copied, which must be a directory on this side."""
+    path = Path(path)
+    if not stat.S_ISDIR((await in_thread(path.stat)).st_mode):
+        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(path))
+    return path
 
 
 async def beside(

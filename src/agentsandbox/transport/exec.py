@@ -30,7 +30,12 @@ class ExecConnection(Protocol):
 
     @property
     def status(self) -> ExecStatus | None:
-        """How the command ended, once that was said. Without it the outcome is unknown."""
+        """
+        How the command ended, once that was received, which is after everything that it wrote.
+
+        It counts when :meth:`receive` has found the end. Without it, or when the connection broke, the outcome is
+        unknown.
+        """
         ...
 
     async def receive(self) -> tuple[int, bytes]:

@@ -7,17 +7,17 @@ All that happens is told to the book in one synchronous call, which returns what
 
 from __future__ import annotations
 
-import copy
 import math
-from collections import Counter
 from collections.abc import Callable, Mapping
 
-from agentsandbox.errors import ImagePullFailed, PoolClosed, ProvisionError, SandboxError, UsageError
+from agentsandbox.errors import ImagePullFailed, PoolClosed, SandboxError, UsageError
+from agentsandbox.warmpool.census import Census
 from agentsandbox.warmpool.decisions import Create, Decision, Destroy, Grant, Recycle, Refuse, Waiter
 from agentsandbox.warmpool.lease import Action, Input, SandboxLife, State
 from agentsandbox.warmpool.matching import Matcher
 from agentsandbox.warmpool.outlook import Announcement, Outlook
-from agentsandbox.warmpool.replenisher import Breaker, Demand, Evict, Make, Replenisher
+from agentsandbox.warmpool.replenisher import Demand, Evict, Make, Replenisher
+from agentsandbox.warmpool.stragglers import StragglerPolicy, Stragglers
 
 __all__ = ["Create", "Decision", "Destroy", "Grant", "PoolBook", "Recycle", "Refuse", "Waiter"]
 
@@ -31,19 +31,25 @@ class PoolBook:
         replenisher: What decides what to make.
         prefix: Beginning of every sandbox's name; unique for this run.
         burst: How many sandboxes of an image that is only announced may be leased beyond the rollouts to come.
+        stragglers: Which of the sandboxes being made nobody should count on.
 
     """
 
     def __init__(
-        self, *, images: Mapping[str, int], replenisher: Replenisher, prefix: str = "sb", burst: int = 0
+        self,
+        *,
+        images: Mapping[str, int],
+        replenisher: Replenisher,
+        prefix: str = "sb",
+        burst: int = 0,
+        stragglers: StragglerPolicy | None = None,
     ) -> None:
         self.replenisher = replenisher
+        self.stragglers = Stragglers(stragglers or StragglerPolicy())
         self.matcher: Matcher[Waiter] = Matcher(images)
         self.outlook = Outlook()
         self.lives: dict[str, SandboxLife] = {}
         """Every sandbox that is not verified gone."""
-        self.counts: Counter[State] = Counter()
-        """How many are in which state; ``gone`` counts all that ever were."""
         self.created_total = 0
         """Sandboxes that the backend made."""
         self.failed_total = 0
@@ -60,17 +66,21 @@ class PoolBook:
         """Where a sandbox is; likewise."""
         self.closed = False
         """Whether nobody is granted anything any more."""
-        self._images = {image: Counter[State]() for image in images}
+        self._census = Census(images)
+        self.counts = self._census.counts
+        """How many are in which state; ``gone`` counts all that ever were."""
         self._prefix = prefix
         self._burst = burst
         self._number = 0
         self._stuck: set[str] = set()
         self._undecided: set[str] = set()
+        # Let go of while nothing was wanted, and kept in case that one of those being made straggles.
+        self._parked: dict[str, None] = {}
 
     @property
     def wake_at(self) -> float:
         """When to call :meth:`wake` even if nothing happens; infinite for never."""
-        return math.inf if self.closed else self.replenisher.wake_at
+        return math.inf if self.closed else min(self.replenisher.wake_at, self.stragglers.wake_at)
 
     @property
     def stuck(self) -> int:
@@ -79,7 +89,7 @@ class PoolBook:
 
     def start(self, now: float) -> list[Decision]:
         """Begin to make what should be ready."""
-        for image in self._images:
+        for image in self._census.images:
             self._update(image)
         return self._plan(now)
 
@@ -106,7 +116,7 @@ class PoolBook:
         (self.outlook.begin if begins else self.outlook.add)(announcement)
         for image in images:
             if image not in self.replenisher.targets:
-                self._images.setdefault(image, Counter())
+                self._census.know(image)
                 self.matcher.allow(image, self.outlook.ahead(image) + self._burst)
             decisions += self._match(image)  # some may have waited for a place
             self._update(image)
@@ -155,13 +165,18 @@ class PoolBook:
         self._undecided.discard(name)
         life = self.lives[name]
         before = life.image
-        if life.state is State.RECYCLING and not self.closed and self._reassign(life):
-            return [Recycle(name, life.image), *self._settle(before, now)]
+        if life.state is State.RECYCLING and not self.closed:
+            if self._reassign(life, now):
+                return [Recycle(name, life.image), *self._settle(before, now)]
+            if len(self._parked) < self.stragglers.possible(len(self.lives)):
+                self._parked[name] = None
+                return self._settle(before, now)
         return [*self._apply(life, Input.REMOVE), *self._settle(before, now)]
 
     def recycled(self, name: str, now: float) -> list[Decision]:
         """Note that a sandbox became a fresh one."""
         life = self.lives[name]
+        self.stragglers.end(name, now)
         if life.state is not State.RECYCLING:  # lost meanwhile, or the pool was closed
             done = self._apply(life, Input.REMOVE) if life.state is State.LOST else []
             return [*done, *self._settle(life.image, now)]
@@ -173,6 +188,7 @@ class PoolBook:
     def not_recycled(self, name: str, error: BaseException | None, now: float) -> list[Decision]:
         """Note that a sandbox did not become a fresh one, and why; it is removed."""
         life = self.lives[name]
+        self.stragglers.end(name, now, made=False)
         if isinstance(error, SandboxError) and (isinstance(error, ImagePullFailed) or not error.retryable):
             self.replenisher.failed(life.image, error, now)  # the image's fault, not the place's
         event = {State.RECYCLING: Input.UNVERIFIED, State.LOST: Input.REMOVE}.get(life.state)
@@ -193,6 +209,7 @@ class PoolBook:
         """Note that the backend made a sandbox."""
         life = self.lives[name]
         self.created_total += 1
+        self.stragglers.end(name, now)
         self.replenisher.created(life.image, now)
         life.ready_at = now
         return [*self._apply(life, Input.CREATED), *self._settle(life.image, now)]
@@ -201,6 +218,7 @@ class PoolBook:
         """Note that the backend could not make a sandbox, and why; ``None`` if it was told to stop."""
         life = self.lives[name]
         self.failed_total += 1
+        self.stragglers.end(name, now, made=False)
         if error is not None:
             self.replenisher.failed(life.image, error, now)
         return [*self._apply(life, Input.FAILED), *self._settle(life.image, now)]
@@ -209,6 +227,10 @@ class PoolBook:
         """Note that a sandbox is not what it was. One that is verified gone, or unknown, is no news."""
         if (life := self.lives.get(name)) is None:
             return []
+        self.stragglers.end(name, now, made=False)
+        if name in self._parked:
+            del self._parked[name]
+            return [*self._apply(life, Input.REMOVE), *self._settle(life.image, now)]
         return [*self._apply(life, Input.LOSE), *self._settle(life.image, now)]
 
     def deleted(self, name: str, now: float) -> list[Decision]:
@@ -227,24 +249,20 @@ class PoolBook:
         self.closed = True
         return [
             self._refuse(waiter, PoolClosed("the pool was closed while the call waited for a sandbox"))
-            for image in self._images
+            for image in self._census.images
             for waiter in self.matcher.dismiss(image)
         ]
 
     def sweep(self) -> list[str]:
         """Mark everything that is still there for removal; whatever its holder thinks. Names in order of creation."""
         for life in self.lives.values():
-            if life.state in (State.LEASED, State.RESETTING):
-                self._apply(life, Input.RELEASE)
-            elif life.state is State.READY:
-                self._apply(life, Input.EVICT)
-            elif life.state in (State.LOST, State.RECYCLING):
-                self._apply(life, Input.REMOVE)
+            if (event := _AT_THE_END.get(life.state)) is not None:
+                self._apply(life, event)
         return [name for name, life in self.lives.items() if life.state is State.DELETING]
 
     def count(self, image: str, state: State) -> int:
         """How many sandboxes of an image are in a state."""
-        return self._images[image][state]
+        return self._census.count(image, state)
 
     def _held(self, grant: Grant) -> SandboxLife:
         life = self.lives.get(grant.name)
@@ -262,7 +280,7 @@ class PoolBook:
         before = life.state
         decisions: list[Decision] = []
         actions = life.apply(event)
-        self._count(life.image, before, life.state)
+        self._census.move(life.image, before, life.state)
         for action in actions:
             if action is Action.OFFER:
                 self.matcher.offer(life.image, life.name)
@@ -277,31 +295,37 @@ class PoolBook:
                 self.replenisher.gone(life.made_for)
         return decisions
 
-    def _count(self, image: str, before: State | None, after: State | None) -> None:
-        for counts in (self.counts, self._images[image]):
-            if before is not None:
-                counts[before] -= 1
-            if after is not None:
-                counts[after] += 1
-
-    def _reassign(self, life: SandboxLife) -> bool:
+    def _reassign(self, life: SandboxLife, now: float) -> bool:
         """Give a sandbox that becomes a fresh one the image that is wanted most; whether any is wanted."""
-        self._count(life.image, State.RECYCLING, None)
+        self._census.move(life.image, State.RECYCLING, None)
         self._update(life.image)
-        changes = self.recycles(life.name)
-        reuse, keep = self.replenisher.reuse, self.replenisher.keep
-        image = reuse(life.image, self.node(life.name)) if changes else keep(life.image)
-        life.image = life.image if image is None else image
-        self._count(life.image, None, State.RECYCLING)
-        self._update(life.image)
+        image = self._next_of(life)
+        self._census.move(life.image, None, State.RECYCLING)
+        if image is None:
+            self._update(life.image)
+        else:
+            self._begin(life, image, now)
         return image is not None
+
+    def _next_of(self, life: SandboxLife) -> str | None:
+        """Say what a sandbox becomes that is not in the counts, if anything is wanted that it can become."""
+        if self.recycles(life.name):
+            return self.replenisher.reuse(life.image, self.node(life.name))
+        return self.replenisher.keep(life.image)
+
+    def _begin(self, life: SandboxLife, image: str, now: float) -> None:
+        self.stragglers.begin(life.name, image, "renew" if image == life.image else "change", now)
+        self._census.move(life.image, State.RECYCLING, None)
+        self._census.move(image, None, State.RECYCLING)
+        life.image = image
+        self._update(image)
 
     def _settle(self, image: str, now: float) -> list[Decision]:
         if self.closed:
             return []
         decisions = self._match(image)
         if (breaker := self.replenisher.refusal(image)) is not None and not self.matcher.ready(image):
-            decisions += [self._refuse(waiter, _why(image, breaker, now)) for waiter in self.matcher.dismiss(image)]
+            decisions += [self._refuse(waiter, breaker.explain(image, now)) for waiter in self.matcher.dismiss(image)]
         self._update(image)
         return [*decisions, *self._plan(now)]
 
@@ -317,15 +341,17 @@ class PoolBook:
         return grants
 
     def _update(self, image: str) -> None:
-        counts = self._images[image]
-        held = counts[State.LEASED] + counts[State.RESETTING] + counts[State.LOST]
+        count = self._census.count
+        held = count(image, State.LEASED, State.RESETTING, State.LOST)
+        making = count(image, State.CREATING, State.HYDRATING, State.RECYCLING)
         most = self.replenisher.targets.get(image) or self.matcher.limit(image) - self._burst
         self.replenisher.update(
             image,
             Demand(
                 held=held,
-                creating=counts[State.CREATING] + counts[State.HYDRATING] + counts[State.RECYCLING],
-                ready=counts[State.READY],
+                creating=making - sum(self.lives[name].image == image for name in self._parked),
+                late=self.stragglers.late(image),
+                ready=count(image, State.READY),
                 servable=self.matcher.servable(image),
                 waiting=self.matcher.waiting(image),
                 announced=max(0, min(self.outlook.ahead(image), most - held)),
@@ -335,6 +361,10 @@ class PoolBook:
     def _plan(self, now: float) -> list[Decision]:
         decisions: list[Decision] = []
         evicting = not self.closed
+        for image in self.stragglers.due(now, len(self.lives)):
+            self._update(image)
+        if self._parked and evicting:
+            decisions += self._unpark(now)
         while evicting:
             counts = self.counts
             plan = self.replenisher.plan(
@@ -346,25 +376,45 @@ class PoolBook:
             evicting = False
             for action in plan:
                 if isinstance(action, Make):
-                    decisions.append(self._create(action.image))
+                    decisions.append(self._create(action.image, now))
                 else:
-                    decisions += self._evict(action)
+                    decisions += self._evict(action, now)
                     evicting = True
         return decisions
 
-    def _create(self, image: str) -> Create:
+    def _unpark(self, now: float) -> list[Decision]:
+        """Make something of sandboxes that were kept in case that something is wanted; let go of those beyond that."""
+        decisions: list[Decision] = []
+        wanted, alive = self.replenisher, len(self.lives)
+        for name in [*self._parked] if wanted.short else ():
+            life = self.lives[name]
+            if (image := self._next_of(life)) is not None:
+                del self._parked[name]
+                self._begin(life, image, now)
+                decisions.append(Recycle(name, image))
+        in_the_way = wanted.short if alive >= wanted.cap else 0
+        most = min(self.stragglers.possible(alive), len(self._parked) - in_the_way)
+        while len(self._parked) > max(0, most):
+            name = next(iter(self._parked))
+            del self._parked[name]
+            decisions += self._apply(self.lives[name], Input.REMOVE)
+            self._update(self.lives[name].image)
+        return decisions
+
+    def _create(self, image: str, now: float) -> Create:
         self._number += 1
         name = f"{self._prefix}-{self._number:06d}"
         self.lives[name] = SandboxLife(name, image, made_for=image)
-        self._count(image, None, State.CREATING)
+        self.stragglers.begin(name, image, "create", now)
+        self._census.move(image, None, State.CREATING)
         self._update(image)
         return Create(name, image)
 
-    def _evict(self, action: Evict) -> list[Decision]:
+    def _evict(self, action: Evict, now: float) -> list[Decision]:
         life = self.lives[self.matcher.oldest(action.image)]
         if self.recycles(life.name):
             done = self._apply(life, Input.RECYCLE)
-            if self._reassign(life) and life.image != action.image:
+            if self._reassign(life, now) and life.image != action.image:
                 return [*done, Recycle(life.name, life.image)]
             return [*done, *self._apply(life, Input.REMOVE)]  # it is in the wrong place for what is wanted
         decisions = self._apply(life, Input.EVICT)
@@ -376,23 +426,15 @@ class PoolBook:
         return Refuse(waiter, error)
 
     def __repr__(self) -> str:
-        states = ", ".join(f"{n} {state}" for state, n in self.counts.items() if n and state is not State.GONE)
         announced = f", {self.outlook.total} announced" if self.outlook.total else ""
         stuck = f", {self.stuck} stuck" if self._stuck else ""
-        return f"<PoolBook [{states or 'empty'}{stuck} | {self.matcher.waiting()} waiting{announced}]>"
+        return f"<PoolBook [{self._census!r}{stuck} | {self.matcher.waiting()} waiting{announced}]>"
 
 
-def _why(image: str, breaker: Breaker, now: float) -> BaseException:
-    """Make each waiter an exception of its own, of the same type, so that tracebacks do not grow into each other."""
-    last = breaker.error
-    try:
-        error = copy.copy(last)
-    except TypeError:
-        error = None
-    if not isinstance(error, BaseException) or error is last:
-        error = ProvisionError(f"{type(last).__name__}: {last}")
-    when = "it will not be tried again" if breaker.until == math.inf else f"next try in {breaker.until - now:.0f} s"
-    times = "once" if breaker.failures == 1 else f"{breaker.failures} times in a row"
-    error.add_note(f"a sandbox of image {image!r} could not be made {times}; {when}")
-    error.__cause__ = last
-    return error
+_AT_THE_END = {
+    State.LEASED: Input.RELEASE,
+    State.RESETTING: Input.RELEASE,
+    State.READY: Input.EVICT,
+    State.LOST: Input.REMOVE,
+    State.RECYCLING: Input.REMOVE,
+}

@@ -3,11 +3,12 @@
 
 from __future__ import annotations
 
+import copy
 import math
 
 import attrs
 
-from agentsandbox.errors import SandboxError
+from agentsandbox.errors import ProvisionError, SandboxError
 
 __all__ = ["Breaker"]
 
@@ -67,6 +68,21 @@ class Breaker:
     def open(self) -> bool:
         """Whether nothing may be made."""
         return self.tripped and not self.half_open
+
+    def explain(self, image: str, now: float) -> BaseException:
+        """Copy the last error for a waiter: tracebacks must not grow into each other."""
+        last = self.error
+        try:
+            error = copy.copy(last)
+        except TypeError:
+            error = None
+        if not isinstance(error, BaseException) or error is last:
+            error = ProvisionError(f"{type(last).__name__}: {last}")
+        when = "it will not be tried again" if self.until == math.inf else f"next try in {self.until - now:.0f} s"
+        times = "once" if self.failures == 1 else f"{self.failures} times in a row"
+        error.add_note(f"a sandbox of image {image!r} could not be made {times}; {when}")
+        error.__cause__ = last
+        return error
 
     def __repr__(self) -> str:
         state = "half open" if self.half_open else "open" if self.open else "closed"

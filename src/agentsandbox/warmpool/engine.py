@@ -271,6 +271,10 @@ class Engine:
         self._publisher.publish(event)
         if event.name == "sandbox.stuck" and event.sandbox in self._sandboxes:
             self._book.resists(event.sandbox)
+        if event.name in ("node.closed", "node.opened"):
+            replenisher = self._book.replenisher
+            (replenisher.close if event.name == "node.closed" else replenisher.open)(str(event.data["node"]))
+            self._perform(self._book.wake(event.at))
         if event.name != "sandbox.lost" or event.sandbox not in self._sandboxes:
             return
         if (tenure := self._tenures.get(event.sandbox)) is not None and tenure.lost is None:

@@ -67,6 +67,7 @@ class Performer:
         self._emit = emit
         self.maker = Maker(backend, resets, timeout=create_timeout, grace=grace)
         self._removals = Removals(backend, self.sandboxes, grace=grace, removed=self._removed, resists=self._resists)
+        self._unmade: list[str] = []
         self._group: TaskGroup | None = None
         self._alarm: anyio.CancelScope | None = None
 
@@ -87,7 +88,11 @@ class Performer:
             self.perform(self._book.close())
 
     async def sweep(self) -> None:
-        """Remove everything that is still there."""
+        """Remove everything that is still there, and tell what never came to be."""
+        for name in sorted(self._unmade):  # a group cancels its tasks in any order, and a run is to be repeatable
+            error = "PoolClosed: the pool was closed while it was made"
+            self._emit("sandbox.failed", anyio.current_time(), sandbox=name, error=error)
+        self._unmade.clear()
         await self._removals.sweep(self._book.sweep())
 
     def perform(self, decisions: Iterable[Decision]) -> None:
@@ -138,6 +143,7 @@ class Performer:
         except BaseException:
             # Only the end of the pool cancels this, and then nothing must be made in its stead.
             self.close()
+            self._unmade.append(name)
             self._book.failed(name, None, anyio.current_time())
             raise
         else:

@@ -36,6 +36,8 @@ class Demand:
     """Sandboxes that attempts hold."""
     creating: int = 0
     """Sandboxes being made."""
+    late: int = 0
+    """Those of them that take so long that nobody should count on them: rollouts that need one get another one."""
     ready: int = 0
     """Sandboxes nobody holds."""
     servable: int = 0
@@ -60,6 +62,11 @@ class Evict:
 
     image: str
     """Of what."""
+
+
+def _lacking(demand: Demand, wanted: int) -> int:
+    """How many more to make for so many rollouts: instead of stragglers too, but no more than one for each rollout."""
+    return min(wanted - demand.creating + demand.late, 2 * wanted - demand.creating)
 
 
 def congested(error: BaseException) -> bool:
@@ -99,7 +106,8 @@ class Replenisher:
     ) -> None:
         self.targets = dict(targets)
         """Image → how many sandboxes of it there should be."""
-        self._cap = cap
+        self.cap = cap
+        """Most sandboxes alive."""
         self._in_flight = creates_in_flight
         self._limiter = limiter or AdaptiveLimiter()
         self._threshold = breaker_threshold
@@ -109,14 +117,16 @@ class Replenisher:
         self._placement = placement
         self._alive_on: Counter[str] = Counter()
         self._full: set[str] = set()
+        self._closed: dict[str, None] = {}  # in the order in which they were closed, so that a run repeats
         nodes = None if placement is None else placement.nodes
-        self._urgent = Turns(nodes)
-        self._soon = Turns(nodes, rotating=False)
-        self._lacking = Turns(nodes)
+        self._urgent = Turns(nodes, closed=self._closed)
+        self._instead = Turns(nodes, rotating=False, closed=self._closed)
+        self._soon = Turns(nodes, rotating=False, closed=self._closed)
+        self._lacking = Turns(nodes, closed=self._closed)
         # … and what is there that nobody holds and nobody waits for.
         self._unneeded = Turns()
-        self._stock = Turns()
-        self._promised = Turns(rotating=False)
+        self._stock = Turns(nodes)
+        self._promised = Turns(nodes, rotating=False)
         self._breakers: dict[str, Breaker] = {}
         self._cooling: list[tuple[float, int, str]] = []
         self._order = itertools.count()
@@ -125,6 +135,11 @@ class Replenisher:
         self.last_error: BaseException | None = None
         """Why the last sandbox that could not be made could not."""
 
+    @property
+    def short(self) -> int:
+        """How many more sandboxes should be made."""
+        return self._urgent.total + self._instead.total + self._soon.total + self._lacking.total
+
     def update(self, image: str, demand: Demand) -> None:
         """Learn the counts of an image."""
         self._demand[image] = demand
@@ -132,9 +147,12 @@ class Replenisher:
         if (breaker := self._breakers.get(image)) is not None and breaker.tripped:
             room = max(0, 1 - demand.creating) if breaker.half_open else 0
         missing = self.targets.get(image, 0) - demand.held - demand.creating
-        urgent = max(0, min(room, demand.servable - demand.creating))
+        urgent = max(0, min(room, _lacking(demand, demand.servable)))
         soon = max(0, min(room, demand.announced - demand.creating - demand.ready) - urgent)
-        self._urgent.put(image, urgent)
+        # Nobody waits for these yet: one that is let go becomes it, and none is made.
+        instead = max(0, min(room, _lacking(demand, demand.announced) - demand.ready) - urgent - soon)
+        self._urgent.put(image, urgent, first=demand.late > 0)
+        self._instead.put(image, instead)
         self._soon.put(image, soon)
         self._lacking.put(image, min(room, missing - demand.ready) - urgent - soon)
         free = 0 if demand.waiting else demand.ready
@@ -161,18 +179,13 @@ class Replenisher:
         """
         self._cool(now)
         room = self._in_flight - creating
-        if self._unneeded:
-            wanted = self._urgent.total + self._soon.total + self._lacking.total
-            if evictions := self._give_up(min(wanted, room) - going, self._unneeded):
-                return evictions
+        if self._unneeded and (evictions := self._give_up(min(self.short, room) - going, self._unneeded)):
+            return evictions
         actions: list[Make | Evict] = []
         while room > 0 and (self._urgent or self._soon or self._lacking):
             queue, image = self._next()
-            if alive >= self._cap or image is None:
-                urgent = min(self._urgent.total, room)
-                soon = min(self._soon.total, room - urgent)
-                actions += self._give_up(urgent - going, self._stock, self._promised)
-                actions += self._give_up(soon - max(0, going - urgent), self._stock)
+            if alive >= self.cap or image is None:
+                actions += self._make_room(room, going, capped=alive >= self.cap)
                 break
             if not self._limiter.take(now):
                 self.wake_at = min(self.wake_at, self._limiter.next_at(now))
@@ -190,6 +203,14 @@ class Replenisher:
             self._alive_on[node] -= 1
             self._full.discard(node)
 
+    def close(self, node: str) -> None:
+        """Let images be anywhere that belong on a node: it takes no sandboxes any more. Call :meth:`plan` then."""
+        self._closed[node] = None
+
+    def open(self, node: str) -> None:
+        """Have images on their node again. Call :meth:`plan` then."""
+        self._closed.pop(node, None)
+
     def reuse(self, image: str, node: str | None = None) -> str | None:
         """
         Choose what a sandbox that can become any other one becomes; it must not be in the counts any more.
@@ -202,7 +223,7 @@ class Replenisher:
             An image, or ``None`` if there are enough of all of them that it can become.
 
         """
-        for queue in (self._urgent, self._soon, self._lacking):
+        for queue in (self._urgent, self._instead, self._soon, self._lacking):
             if queue.suits(image, node):
                 return image
             if (other := queue.first_on(node)) is not None:
@@ -211,7 +232,8 @@ class Replenisher:
 
     def keep(self, image: str) -> str | None:
         """Return the image if another sandbox of it is wanted: for one that can be made like new, and nothing else."""
-        return image if any(image in queue for queue in (self._urgent, self._soon, self._lacking)) else None
+        queues = (self._urgent, self._instead, self._soon, self._lacking)
+        return image if any(image in queue for queue in queues) else None
 
     def created(self, image: str, now: float) -> None:
         """Note that a sandbox was made."""
@@ -235,9 +257,31 @@ class Replenisher:
         breaker = self._breakers.get(image)
         return breaker if breaker is not None and breaker.open else None
 
+    def _make_room(self, room: int, going: int, *, capped: bool) -> list[Make | Evict]:
+        """Give up what nobody waits for: anything where the cap is in the way, and on a full node what is there."""
+        full = self._filled
+        urgent = min(self._urgent.total - sum(self._urgent.on[node] for node in full), room)
+        soon = min(self._soon.total - sum(self._soon.on[node] for node in full), room - urgent)
+        actions: list[Make | Evict] = []
+        if capped:
+            actions += self._give_up(urgent - going, self._stock, self._promised)
+            actions += self._give_up(soon - max(0, going - urgent), self._stock)
+            going = max(0, going - urgent - soon)
+        for node in sorted(full):
+            left = room - len(actions)
+            actions += self._give_up(min(self._urgent.on[node], left) - going, self._stock, self._promised, node=node)
+            left = room - len(actions)
+            actions += self._give_up(min(self._soon.on[node], left) - going, self._stock, node=node)
+        return actions
+
+    @property
+    def _filled(self) -> set[str]:
+        return self._full.difference(self._closed) if self._closed else self._full
+
     def _next(self) -> tuple[Turns, str | None]:
+        full = self._filled
         for queue in (self._urgent, self._soon, self._lacking):
-            if (image := queue.first(self._full)) is not None:
+            if (image := queue.first(full)) is not None:
                 return queue, image
         return self._lacking, None
 
@@ -247,14 +291,19 @@ class Replenisher:
             if self._alive_on[node] >= self._placement.room[node]:
                 self._full.add(node)
 
-    def _give_up(self, wanted: int, *stocks: Turns) -> list[Make | Evict]:
+    def _give_up(self, wanted: int, *stocks: Turns, node: str | None = None) -> list[Make | Evict]:
         """Take so many from the first of *stocks* that has any; of what is promised, what is needed last."""
         evictions: list[Make | Evict] = []
         for stock in stocks:
-            while len(evictions) < wanted and (image := stock.last() if stock is self._promised else stock.first()):
+            while len(evictions) < wanted and (image := self._spare(stock, node)) is not None:
                 stock.take(image)
                 evictions.append(Evict(image))
         return evictions
+
+    def _spare(self, stock: Turns, node: str | None) -> str | None:
+        if stock is self._promised:
+            return stock.last(node)
+        return stock.first() if node is None else stock.first_of(node)
 
     def _cool(self, now: float) -> None:
         """Let images be tried again whose time has come."""
@@ -273,5 +322,5 @@ class Replenisher:
         soon = f"{self._soon.total} announced, " if self._soon else ""
         return (
             f"<Replenisher [{self._urgent.total} waited for, {soon}{len(self._lacking)} images short, "
-            f"{len(self._breakers)} failing | cap {self._cap}]>"
+            f"{len(self._breakers)} failing | cap {self.cap}]>"
         )

@@ -193,7 +193,7 @@ async def test_a_full_disk_is_a_clear_error_and_leaves_nothing(tmp_path, monkeyp
         os.close(descriptor)
         return Full()
 
-    monkeypatch.setattr("builtins.open", full)
+    monkeypatch.setattr("os.fdopen", full)
     with pytest.raises(CheckpointError, match=r" cannot be written to: No space left on device$"):
         store.store(DIGEST, len(DATA), io.BytesIO(DATA))
     monkeypatch.undo()

@@ -98,3 +98,12 @@ async def test_the_nodes_of_a_cluster_are_read(anyio_backend, tmp_path):
         with pytest.raises(ConfigurationError, match="no node takes sandboxes"):
             await read_nodes(api, cpu_request="100000")
         await api.aclose()
+
+
+def test_an_image_is_there_by_each_of_its_names():
+    """A container runtime spells names out, and people do not."""
+    names = ["docker.io/library/python:latest", "docker.io/swe/django:4", "registry.example/a:latest"]
+    found = node_facts(node(status__images=[{"names": names}]))
+
+    short = {"library/python:latest", "library/python", "docker.io/library/python", "python:latest", "python"}
+    assert {*names, *short, "swe/django:4", "registry.example/a"} == found.images

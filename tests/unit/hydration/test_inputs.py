@@ -6,7 +6,7 @@ import json
 import pytest
 
 from agentsandbox.errors import ConfigurationError
-from agentsandbox.hydration.inputs import from_csv, from_oci_layout
+from agentsandbox.hydration.inputs import from_csv, from_oci_layout, read_list
 from agentsandbox.models.image import ImageManifest, Layer
 
 
@@ -112,7 +112,8 @@ def test_an_oci_layout_is_read_by_its_manifests(tmp_path):
         ({"manifests": []}, "has no images"),
         ([], "holds no object"),
         ({"manifests": [{"digest": "../../etc/passwd"}]}, "is no digest"),
-        ({"manifests": [{"digest": "sha256:00"}]}, "cannot read"),
+        ({"manifests": [{"digest": f"sha256:{'0' * 64}"}]}, "cannot read"),
+        ({"manifests": {}}, "'manifests' is no list of objects"),
     ],
 )
 def test_an_oci_layout_that_makes_no_sense_is_refused(tmp_path, index, reason):
@@ -124,12 +125,85 @@ def test_an_oci_layout_that_makes_no_sense_is_refused(tmp_path, index, reason):
 
 
 def test_manifests_that_lack_something_are_refused(tmp_path):
-    """Without layers, and without an image for Linux."""
+    """Without layers, and without an image for the platform."""
     (tmp_path / "index.json").write_text(json.dumps({"manifests": [blob(tmp_path, {"config": {}})]}))
     with pytest.raises(ConfigurationError, match="lacks 'layers'"):
         from_oci_layout(tmp_path)
 
-    other = blob(tmp_path, {"manifests": [{"digest": "sha256:00", "platform": {"os": "windows"}}]})
+    windows = {"os": "windows", "architecture": "amd64"}
+    other = blob(tmp_path, {"manifests": [{"digest": "sha256:00", "platform": windows}]})
     (tmp_path / "index.json").write_text(json.dumps({"manifests": [other]}))
-    with pytest.raises(ConfigurationError, match="no image for Linux"):
+    with pytest.raises(ConfigurationError, match="no image for linux/amd64, only for windows/amd64"):
         from_oci_layout(tmp_path)
+
+
+def test_an_oci_layout_may_be_for_another_platform_and_is_verified(tmp_path):
+    """The platform is chosen by name, and a file that is not what it is called is refused."""
+    entries = [
+        {
+            **blob(tmp_path, {"layers": [{"digest": f"sha256:{name}", "size": 5}]}),
+            "platform": {"os": "linux", "architecture": name},
+        }
+        for name in ("amd64", "arm64")
+    ]
+    index = blob(tmp_path, {"manifests": entries})
+    (tmp_path / "index.json").write_text(json.dumps({"manifests": [{**index, "annotations": [1]}]}))
+
+    (use,) = from_oci_layout(tmp_path, platform="linux/arm64")
+    assert (index["digest"], "sha256:arm64") == (use.name, use.image.layers[0].digest)
+
+    (tmp_path / "blobs" / entries[0]["digest"].replace(":", "/")).write_text("{}")
+    with pytest.raises(ConfigurationError, match=f"what {entries[0]['digest']} should be has the digest"):
+        from_oci_layout(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("a\n\n# b\n  c:1  \n", [("a", 7, 60.0), ("c:1", 7, 60.0)]),
+        ("\ufeffimage\na\n", [("a", 7, 60.0)]),
+        ("# first\nimage,seconds,rollouts\na,2.5,3\nb,,\nc\n", [("a", 3, 2.5), ("b", 7, 60.0), ("c", 7, 60.0)]),
+        ("image , rollouts\r\na , 3\r\n", [("a", 3, 60.0)]),
+        ("image:1\n", [("image:1", 7, 60.0)]),
+    ],
+)
+def test_a_list_has_one_image_a_line(tmp_path, text, found):
+    """Comments and empty lines do not count; with a header there are columns."""
+    path = tmp_path / "images.txt"
+    path.write_text(text, encoding="utf-8")
+
+    wanted = read_list(path, rollouts=7, seconds=60.0)
+
+    assert found == [(one.reference.name, one.rollouts, one.seconds) for one in wanted]
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("", "has no images"),
+        ("# a\n", "has no images"),
+        ("image,rollouts\n", "has no images"),
+        ("image,size\na,1\n", "has a column 'size'; known are image, rollouts, seconds"),
+        ("a\nB\n", "line 2: 'B' is no image reference"),
+        ("a,3\n", "line 1: one image a line; for more columns, the first line is image,rollouts,seconds"),
+        ("image,rollouts\na,3,4\n", "line 2: one image a line"),
+        ("image,rollouts\na,many\n", "line 2: invalid literal"),
+        ("image,rollouts\na,0\n", "line 2: rollouts must be above 0"),
+        ("a\n#\na\n", "line 3: 'a' appears twice"),
+    ],
+)
+def test_a_list_that_makes_no_sense_is_refused_by_its_line(tmp_path, text, why):
+    """Before anybody is asked."""
+    path = tmp_path / "images.txt"
+    path.write_text(text)
+
+    with pytest.raises(ConfigurationError, match=why):
+        read_list(path)
+
+
+def test_a_list_that_cannot_be_read_is_refused(tmp_path):
+    """Because it is not there, or no text."""
+    (tmp_path / "images.txt").write_bytes(b"\xff\xfe\x00")
+    for name in ("no.txt", "images.txt"):
+        with pytest.raises(ConfigurationError, match=f"cannot read .*{name}"):
+            read_list(tmp_path / name)

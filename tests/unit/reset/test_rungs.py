@@ -7,13 +7,12 @@ from contextlib import asynccontextmanager
 
 import anyio
 import pytest
-import trio.testing
 
 from agentsandbox import SandboxClient
 from agentsandbox.errors import CommandTimeout, SandboxLost, StreamBroken, UsageError
 from agentsandbox.models.reset import ResetPolicy
 from agentsandbox.testing.determinism import check_reuse, fingerprint
-from agentsandbox.testing.virtualtime import VirtualTimeLoop
+from agentsandbox.testing.virtualtime import virtual_time
 
 from ..warmpool.fake_backend import FakeBackend  # noqa: TID252
 
@@ -37,9 +36,7 @@ TAKEN = {
 @pytest.fixture(params=["asyncio", "trio"])
 def anyio_backend(request):
     """Virtual time."""
-    if request.param == "asyncio":
-        return "asyncio", {"loop_factory": VirtualTimeLoop}
-    return "trio", {"clock": trio.testing.MockClock(autojump_threshold=0)}
+    return virtual_time(request.param)
 
 
 class Backend(FakeBackend):

@@ -5,10 +5,9 @@ from __future__ import annotations
 
 import anyio
 import pytest
-import trio.testing
 
 from agentsandbox.models.reset import ResetPolicy
-from agentsandbox.testing.virtualtime import VirtualTimeLoop
+from agentsandbox.testing.virtualtime import virtual_time
 
 from .test_rungs import TAKEN, Backend, opened, told
 
@@ -18,9 +17,7 @@ pytestmark = pytest.mark.anyio
 @pytest.fixture(params=["asyncio", "trio"])
 def anyio_backend(request):
     """Virtual time."""
-    if request.param == "asyncio":
-        return "asyncio", {"loop_factory": VirtualTimeLoop}
-    return "trio", {"clock": trio.testing.MockClock(autojump_threshold=0)}
+    return virtual_time(request.param)
 
 
 async def test_a_reset_says_which_secrets_are_gone():

@@ -3,19 +3,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
-import trio.testing
 
-from agentsandbox.testing.virtualtime import VirtualTimeLoop
+from agentsandbox.testing.virtualtime import virtual_time
 
 
 @pytest.fixture(params=["asyncio", "trio"])
-def anyio_backend(request: pytest.FixtureRequest) -> Iterator[tuple[str, dict[str, Any]]]:
+def anyio_backend(request: pytest.FixtureRequest) -> tuple[str, dict[str, Any]]:
     """Run on both backends, in virtual time."""
-    if request.param == "asyncio":
-        yield "asyncio", {"loop_factory": VirtualTimeLoop}
-    else:
-        yield "trio", {"clock": trio.testing.MockClock(autojump_threshold=0)}
+    return virtual_time(request.param)

@@ -16,7 +16,7 @@ from hypothesis import given
 from agentsandbox.errors import SandboxLost
 from agentsandbox.models.episode import Episode, Graded, Status
 from agentsandbox.rollouts import artifacts
-from agentsandbox.rollouts.artifacts import ArtifactStore, directory_name
+from agentsandbox.rollouts.artifacts import ArtifactStore, path_component
 from agentsandbox.rollouts.gather import gather_rollouts
 
 from .fakes import FakeLease, FakeSource
@@ -181,13 +181,13 @@ async def test_failed_attempts_leave_their_artifacts_too(tmp_path: Path) -> None
 )
 def test_directory_names(name: str, directory: str) -> None:
     """An id becomes one harmless path component."""
-    assert directory_name(name) == directory
+    assert path_component(name) == directory
 
 
 @given(st.lists(st.text(min_size=1, max_size=300), min_size=2, max_size=5, unique=True))
 def test_directory_names_are_safe_and_different(names: list[str]) -> None:
     """Whatever the ids: one short component each, none that leads out, no two alike."""
-    directories = [directory_name(name) for name in names]
+    directories = [path_component(name) for name in names]
 
     assert len(set(directories)) == len(names)
     for directory in directories:

@@ -897,7 +897,7 @@ async def test_a_sandbox_that_cannot_be_shown_to_be_alive_gives_no_reward(
 async def test_a_pool_that_has_just_closed_gives_no_reward() -> None:
     """A lease that is granted after the stragglers' group has ended is given back, and its episode is retryable."""
     async with anyio.create_task_group() as closed:
-        pass
+        closed.cancel_scope.cancel()
     source = FakeSource()
     record = (await gather_rollouts(source, make(1), one, stragglers=closed)).records[0]
 
@@ -962,9 +962,9 @@ async def test_kinds_of_rollout_functions(rollout: Any) -> None:
         pytest.param({"parallelism": True}, "parallelism must be a whole number", id="parallelism True"),
         pytest.param({"limits": {"host": 0}}, "the limit of image 'host' must be a whole", id="limit 0"),
         pytest.param({"max_attempts": 0}, "max_attempts must be a whole number", id="no attempts"),
-        pytest.param({"deadline": 0}, "deadline must be above 0 seconds, not 0", id="deadline 0"),
-        pytest.param({"episode_timeout": -1}, "episode_timeout must be above 0", id="timeout below 0"),
-        pytest.param({"episode_timeout": "1"}, "episode_timeout must be above 0", id="timeout a string"),
+        pytest.param({"deadline": 0}, "deadline must be a number above 0 seconds, not 0", id="deadline 0"),
+        pytest.param({"episode_timeout": -1}, "episode_timeout must be a number above 0", id="timeout below 0"),
+        pytest.param({"episode_timeout": "1"}, "episode_timeout must be a number above 0", id="timeout a string"),
         pytest.param({"failure_threshold": 50}, "a share from 0 to 1, not 50", id="threshold in percent"),
         pytest.param({"output": __file__}, "must be a directory", id="output is a file"),
     ],

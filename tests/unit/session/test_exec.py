@@ -493,6 +493,36 @@ async def test_commands_run_side_by_side(connected: Any) -> None:
     assert {n: f"c{n}".encode() for n in range(100)} == {n: result.stdout for n, result in results.items()}
 
 
+@pytest.mark.parametrize("ending", ["exits", "is cancelled"])
+async def test_input_that_nobody_takes_is_closed(connected: Any, ending: str) -> None:
+    """
+    The caller's generator is closed before the call returns, also when the command does not take the rest of it.
+    """
+    closed = False
+
+    async def script(command: Any) -> None:
+        command.started()
+        while command.stdin_frames == 0:
+            await command.changed.wait()
+        if ending == "exits":
+            command.exit(4)
+
+    async def pieces() -> AsyncIterator[bytes]:
+        nonlocal closed
+        try:
+            while True:
+                yield b"x" * 65536
+        finally:
+            await anyio.sleep(0.1)
+            closed = True
+
+    async with connected(script) as (session, _):
+        with anyio.move_on_after(5) as scope:
+            assert (await session.exec(Command(command="x"), stdin=pieces())).exit_code == 4
+        assert scope.cancelled_caught == (ending == "is cancelled")
+        assert closed
+
+
 async def test_commands_that_are_too_large(connected: Any) -> None:
     """
     What no frame can carry is refused on this side, by size, and the session goes on.

@@ -433,7 +433,7 @@ def test_who_waited_for_a_place_is_served_as_soon_as_there_is_one():
     waiter, _ = ask(book, "a")
     book.matcher.offer("a", "sb-000002")
     book.lives["sb-000002"] = SandboxLife("sb-000002", "a", State.READY)
-    book._count("a", None, State.READY)
+    book._census.move("a", None, State.READY)
     assert waiter.grant is None
 
     decisions = book.announce(Announcement({"a": 2}), 1.0)

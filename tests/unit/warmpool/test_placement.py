@@ -9,7 +9,7 @@ from agentsandbox.models.placement import Placement
 from agentsandbox.warmpool.book import Create, Destroy, PoolBook, Recycle, Waiter
 from agentsandbox.warmpool.outlook import Announcement
 from agentsandbox.warmpool.ratelimit import AdaptiveLimiter
-from agentsandbox.warmpool.replenisher import Demand, Make, Replenisher
+from agentsandbox.warmpool.replenisher import Demand, Evict, Make, Replenisher
 from agentsandbox.warmpool.turns import Turns
 
 PLACES = Placement(nodes={"a": "north", "b": "south", "c": "north"}, room={"north": 2, "south": 1})
@@ -38,6 +38,8 @@ def test_turns_are_kept_node_by_node():
     assert ("x", "a") == (turns.first(), turns.last())
     assert ["a", "b", "x", "x"] == [turns.first_on(node) for node in ("north", "south", "west", None)]
     assert "b" == turns.first(full={"north", None})
+    assert ("a", "a", None) == (turns.first_of("north"), turns.last("north"), turns.last("west"))
+    assert {"north": 2, "south": 1, None: 1} == turns.on
     assert turns.first(full={"north", "south", None}) is None
     assert [True, False, True, False] == [
         turns.suits(*pair) for pair in (("a", "north"), ("a", "south"), ("x", "south"), ("y", "south"))
@@ -97,6 +99,77 @@ def test_a_sandbox_becomes_what_belongs_where_it_is():
     assert "c" == replenisher.reuse("c", "north")
     assert "b" == replenisher.reuse("c", "south")
     assert replenisher.reuse("z", "west") is None
+
+
+def test_a_node_that_takes_nothing_holds_nobody_up():
+    """Its images may be anywhere, whatever its room was, until it is back; what belongs elsewhere stays there."""
+    replenisher = make(targets={"a": 3, "b": 1})
+    replenisher.update("a", Demand())
+    replenisher.update("b", Demand())
+    assert [Make("a"), Make("b"), Make("a")] == replenisher.plan(0.0, alive=0, creating=0, going=0)
+    replenisher.update("a", Demand(held=2, servable=1, waiting=1))
+    replenisher.update("b", Demand(held=1))
+    assert [] == replenisher.plan(0.0, alive=3, creating=0, going=0)
+    assert replenisher.reuse("b", "south") is None
+
+    replenisher.close("north")
+    assert "a" == replenisher.reuse("b", "south") == replenisher.reuse("a", "south")
+    assert [Make("a")] == replenisher.plan(0.0, alive=3, creating=0, going=0)
+
+    replenisher.open("north")
+    replenisher.update("a", Demand(held=3, servable=1, waiting=1))
+    assert [] == replenisher.plan(0.0, alive=4, creating=0, going=0)
+    assert replenisher.reuse("a", "south") is None
+
+
+def test_who_waits_for_a_full_node_takes_nothing_of_another():
+    """What is ready in the south cannot become what is waited for in the north, and stays."""
+    replenisher = make(targets={"b": 1})
+    replenisher.update("a", Demand(held=2, servable=2, waiting=2))
+    for _ in range(2):
+        replenisher._settle_on("a")
+    replenisher.update("b", Demand(ready=1))
+
+    assert [] == replenisher.plan(0.0, alive=3, creating=0, going=0)
+
+
+def test_on_a_full_node_what_is_there_gives_way():
+    """Stock first, then what is needed last; as much as is waited for, less what is going anyway."""
+    places = Placement(nodes=dict.fromkeys("abcd", "north"), room={"north": 4})
+    replenisher = make(targets={"b": 1}, placement=places)
+    for image in "abcd":
+        replenisher._settle_on(image)
+    replenisher.update("a", Demand(held=1, servable=3, waiting=3))
+    replenisher.update("b", Demand(ready=1))
+    replenisher.update("c", Demand(ready=1, announced=1))
+    replenisher.update("d", Demand(ready=1, announced=1))
+
+    assert [] == replenisher.plan(0.0, alive=4, creating=0, going=3)
+    assert [Evict("b"), Evict("d")] == replenisher.plan(0.0, alive=4, creating=0, going=1)
+
+
+def test_on_a_full_node_stock_gives_way_to_what_is_announced():
+    """And what is announced before does not."""
+    places = Placement(nodes=dict.fromkeys("abc", "north"), room={"north": 2})
+    replenisher = make(targets={"b": 1}, placement=places)
+    for image in "bc":
+        replenisher._settle_on(image)
+    replenisher.update("b", Demand(ready=1))
+    replenisher.update("c", Demand(ready=1, announced=1))
+    replenisher.update("a", Demand(announced=2))
+
+    assert [Evict("b")] == replenisher.plan(0.0, alive=2, creating=0, going=0)
+
+
+def test_where_only_the_cap_is_in_the_way_anything_gives_way():
+    """Of another node too: its place is free for a sandbox anywhere. Who waits for a full node is not counted."""
+    replenisher = make(targets={"x": 2}, cap=3)
+    replenisher._settle_on("b")
+    replenisher.update("b", Demand(held=1, servable=2, waiting=2))
+    replenisher.update("x", Demand(ready=2))
+    replenisher.update("a", Demand(servable=1, waiting=1))
+
+    assert [Evict("x")] == replenisher.plan(0.0, alive=3, creating=0, going=0)
 
 
 def ready_book(images, nodes, **options):

@@ -3,59 +3,36 @@
 
 from __future__ import annotations
 
-import secrets
 import time
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 import anyio
-import attrs
 
 from agentsandbox.backends.agent_sandbox.objects import (
-    ClaimState,
+    MERGE,
     Launch,
-    Verdict,
+    assigned,
     claim,
-    claim_state,
+    controller_of,
     launch_of,
     path,
     pod_of,
 )
+from agentsandbox.backends.agent_sandbox.waiting import Waiting
 from agentsandbox.backends.kubernetes import owned
 from agentsandbox.backends.kubernetes.manifests import DOMAIN, pods_path
 from agentsandbox.errors import ApiUnavailable, InfrastructureError, NotFound, ProvisionError
 
 if TYPE_CHECKING:
+    from agentsandbox.backends.agent_sandbox.held import Held
     from agentsandbox.backends.kubernetes.api import KubernetesApi
     from agentsandbox.backends.kubernetes.watch import Reflector
 
-__all__ = ["Claims", "Held"]
-
-LAG = 10.0
-"""Seconds for which a pool or template may be missing in the controller's eyes after it was made."""
+__all__ = ["Claims"]
 
 GONE_WITHIN = 60.0
 """Seconds from the deletion of a claim to the end of its Pod, by way of the garbage collector."""
-
-
-@attrs.define(eq=False, kw_only=True)
-class Held:
-    """A claim, and what it has brought."""
-
-    claim: str
-    """The name of the claim."""
-    uid: str = ""
-    """Its UID; empty before the API server has answered."""
-    nonce: str = attrs.field(factory=lambda: secrets.token_hex(8))
-    """By which we know it if the answer is lost."""
-    sandbox: str = ""
-    """The name of its Sandbox."""
-    sandbox_uid: str = ""
-    """The Sandbox's UID."""
-    launch: Launch | None = None
-    """How the Sandbox was started."""
-    pod_uid: str = ""
-    """The UID of the Pod that it had first; another one is another sandbox."""
 
 
 class Claims:
@@ -87,6 +64,7 @@ class Claims:
         self._api = api
         self._claims = claims
         self._pods = pods
+        self._waiting = Waiting(api, claims, pods)
         self._run_id = run_id
         self._version = version
         self._core = core
@@ -127,46 +105,63 @@ class Claims:
         made = await owned.create(self._api, self._path("sandboxclaims"), body)
         held.uid = str(made["metadata"]["uid"])
         self._claims.observe(made)
-        state = await self._ready(held, timeout)
+        state = await self._waiting.ready(held, timeout)
         sandbox = await self._api.request("GET", self._path("sandboxes", state.sandbox))
-        owner = _controller(sandbox)
+        owner = controller_of(sandbox)
         if owner.get("uid") != held.uid:
             raise ProvisionError(f"Sandbox {state.sandbox} is not of claim {held.claim} but of {owner.get('name')}")
         held.sandbox, held.sandbox_uid = state.sandbox, str(sandbox["metadata"]["uid"])
         held.launch = launch_of(sandbox)
         self.launched[held.launch] += 1
         pod = await self._api.request("GET", pods_path(self._api.namespace, pod_of(sandbox)))
-        owner = _controller(pod)
-        if owner.get("uid") != held.sandbox_uid:
-            raise ProvisionError(f"Pod {pod['metadata']['name']} is not of Sandbox {held.sandbox}")
-        held.pod_uid = str(pod["metadata"]["uid"])
+        return await self.adopt(held, pod)
+
+    async def adopt(self, held: Held, pod: dict[str, Any]) -> dict[str, Any]:
+        """
+        Take the Pod of a claim's Sandbox for its own.
+
+        Pods of somebody else's template get the labels of the run, by which they are watched; the controller leaves
+        labels alone that it has not set.
+
+        Returns:
+            The Pod as it is now.
+
+        Raises:
+            ProvisionError: If it is not of that Sandbox.
+            ControlPlaneError: If the API server refuses or does not answer.
+
+        """
+        meta = pod["metadata"]
+        if controller_of(pod).get("uid") != held.sandbox_uid:
+            raise ProvisionError(f"Pod {meta['name']} is not of Sandbox {held.sandbox}")
+        held.pod_uid = str(meta["uid"])
+        if held.given is not None:
+            where = pods_path(self._api.namespace, meta["name"])
+            body = {"metadata": {"uid": held.pod_uid, "labels": owned.marks(self._run_id)}}
+            pod = await self._api.request("PATCH", where, body=body, content_type=MERGE)
         self._pods.observe(pod)
         return pod
 
-    async def _ready(self, held: Held, timeout: float) -> ClaimState:
-        last = ClaimState(name=held.claim, verdict=Verdict.WAIT)
+    async def another(self, held: Held, name: str, than: str, *, timeout: float) -> dict[str, Any]:
+        """
+        Wait for another Pod of a claim's Sandbox, under the same name, and take it for the claim's own.
 
-        def settled(found: dict[str, Any] | None, *, missing: bool) -> bool:
-            nonlocal last
-            if found is None:
-                return True
-            last = claim_state(found)
-            return last.verdict not in (Verdict.WAIT, *(() if missing else (Verdict.MISSING,)))
+        Args:
+            held: The claim.
+            name: Of the Pod.
+            than: The UID of the one that was.
+            timeout: In seconds.
 
-        try:
-            with anyio.fail_after(timeout):
-                found = await self._claims.wait_for(held.uid, lambda found: settled(found, missing=True))
-                if last.verdict is Verdict.MISSING:
-                    with anyio.move_on_after(LAG):
-                        found = await self._claims.wait_for(held.uid, lambda found: settled(found, missing=False))
-        except TimeoutError:
-            words = last.error() if last.reason else f"claim {held.claim}: nothing was said about it"
-            raise ProvisionError(f"{words}; not ready after {timeout:g} s") from None
-        if found is None:
-            raise ProvisionError(f"claim {held.claim} was deleted before it was ready")
-        if last.verdict is Verdict.READY:
-            return last
-        raise last.error()
+        Returns:
+            The Pod.
+
+        Raises:
+            TimeoutError: If there is none in time.
+            ControlPlaneError: If the API server refuses or does not answer.
+
+        """
+        with anyio.fail_after(timeout):
+            return await self.adopt(held, await self._waiting.another(name, than, watched=held.given is None))
 
     async def drop(self, held: Held) -> None:
         """
@@ -180,11 +175,17 @@ class Claims:
             await self._find(held)
         if not held.uid:
             return
+        # A Pod that took the place of one of somebody else's template has not got our labels: no watch tells of it.
+        unseen = held.given is not None and (not held.pod_uid or self._pods.get(held.pod_uid) is None)
+        name = held.sandbox or assigned(self._claims.get(held.uid) or {}) or held.claim
         await owned.delete(self._api, self._path("sandboxclaims", held.claim), held.uid)
         try:
             await self._claims.wait_for(held.uid, lambda found: found is None, timeout=GONE_WITHIN)
             for uid in self._pods_of(held):
                 await self._pods.wait_for(uid, lambda found: found is None, timeout=GONE_WITHIN)
+            if unseen:
+                with anyio.fail_after(GONE_WITHIN):
+                    await self._waiting.vanished(name, held.sandbox_uid)
         except (TimeoutError, ApiUnavailable) as error:
             message = f"what claim {held.claim} brought is still there {GONE_WITHIN:g} s after its deletion"
             raise InfrastructureError(message) from error
@@ -201,9 +202,10 @@ class Claims:
 
     def _pods_of(self, held: Held) -> list[str]:
         """Return the Pods that a claim has brought: also one that took another's place behind our back."""
-        uids = [held.pod_uid] if held.pod_uid else []
+        seen = held.given is None or self._pods.get(held.pod_uid) is not None
+        uids = [held.pod_uid] if held.pod_uid and seen else []
         for pod in self._pods.objects.values():
-            owner, uid = _controller(pod), pod["metadata"]["uid"]
+            owner, uid = controller_of(pod), pod["metadata"]["uid"]
             if uid not in uids and owner and (owner.get("uid") == held.sandbox_uid or owner.get("name") == held.claim):
                 uids.append(uid)
         return uids
@@ -211,8 +213,3 @@ class Claims:
     def _path(self, plural: str, name: str | None = None) -> str:
         version = self._core if plural == "sandboxes" else self._version
         return path(version, plural, self._api.namespace, name)
-
-
-def _controller(object_: dict[str, Any]) -> dict[str, Any]:
-    owners = object_["metadata"].get("ownerReferences") or ()
-    return next((one for one in owners if one.get("controller")), {})

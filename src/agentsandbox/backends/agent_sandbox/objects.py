@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
+import math
 from collections.abc import Mapping
 from datetime import datetime, timedelta
 from enum import StrEnum
@@ -18,20 +19,24 @@ from typing import Any
 import attrs
 
 from agentsandbox.backends.kubernetes.manifests import DOMAIN
-from agentsandbox.backends.kubernetes.options import check_name
+from agentsandbox.backends.kubernetes.options import check_name, check_object
 from agentsandbox.backends.kubernetes.owned import marks
 from agentsandbox.errors import ConfigurationError, InvalidObject, ProvisionError, SandboxError
 
 __all__ = [
     "CORE",
     "EXTENSIONS",
+    "MERGE",
     "VERSIONS",
     "ClaimState",
     "Launch",
     "Verdict",
+    "assigned",
     "claim",
     "claim_state",
+    "controller_of",
     "launch_of",
+    "left_to_live",
     "mode_patch",
     "object_name",
     "path",
@@ -53,6 +58,9 @@ EXTENSIONS = "extensions.agents.x-k8s.io"
 VERSIONS = ("v1beta1",)
 """What is spoken here, best first."""
 
+MERGE = "application/merge-patch+json"
+"""Content type of patches."""
+
 _GROUPS = {
     "sandboxes": CORE,
     "sandboxtemplates": EXTENSIONS,
@@ -65,7 +73,17 @@ _CALLERS_MISTAKE = frozenset(
 )
 _MISSING = frozenset({"TemplateNotFound", "WarmPoolNotFound"})
 """May merely lag behind what was just created."""
-_OVER = frozenset({"PodFailed", "PodSucceeded", "SandboxExpired", "ClaimExpired", "SandboxMissing", "SandboxSuspended"})
+_OVER = frozenset(
+    {
+        "PodFailed",
+        "PodSucceeded",
+        "SandboxExpired",
+        "ClaimExpired",
+        "SandboxMissing",
+        "SandboxSuspended",
+        "MultiplePods",
+    }
+)
 
 
 class Launch(StrEnum):
@@ -118,7 +136,7 @@ def path(version: str, plural: str, namespace: str, name: str | None = None) -> 
     """Return the path of a collection of custom resources, or of one of them."""
     check_name(namespace, "namespace")
     if name is not None:
-        check_name(name, plural)
+        check_object(name)
     return f"/apis/{_GROUPS[plural]}/{version}/namespaces/{namespace}/{plural}" + (f"/{name}" if name else "")
 
 
@@ -183,10 +201,9 @@ def template(pod: Mapping[str, Any], *, run_id: str, version: str, nonce: str) -
     return _object("SandboxTemplate", version, object_name(run_id, body), body, run_id=run_id, nonce=nonce)
 
 
-def warm_pool(template: Mapping[str, Any], *, run_id: str, version: str, nonce: str) -> Json:
-    """Return the SandboxWarmPool of a template, with nothing in it."""
-    name = template["metadata"]["name"]
-    body = {"replicas": 0, "sandboxTemplateRef": {"name": name}}
+def warm_pool(template: str, *, name: str, run_id: str, version: str, nonce: str) -> Json:
+    """Return a SandboxWarmPool of a template, with nothing in it."""
+    body = {"replicas": 0, "sandboxTemplateRef": {"name": template}}
     return _object("SandboxWarmPool", version, name, body, run_id=run_id, nonce=nonce)
 
 
@@ -254,6 +271,19 @@ def claim_state(claim: Mapping[str, Any]) -> ClaimState:
     return ClaimState(name=name, verdict=verdict, sandbox=sandbox, reason=reason, message=message)
 
 
+def assigned(claim: Mapping[str, Any]) -> str:
+    """Return the name of the Sandbox that a claim has been given, ready or not; empty if there is none."""
+    annotations = (claim.get("metadata") or {}).get("annotations") or {}
+    named = ((claim.get("status") or {}).get("sandbox") or {}).get("name")
+    return str(named or annotations.get(f"{CORE}/sandbox-name") or "")
+
+
+def controller_of(object_: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return who looks after an object, as its owner references have it; empty for nobody."""
+    owners = object_["metadata"].get("ownerReferences") or ()
+    return next((one for one in owners if one.get("controller")), {})
+
+
 def launch_of(sandbox: Mapping[str, Any]) -> Launch:
     """Return how a Sandbox was started; what does not say so was not taken from a pool."""
     label = (sandbox["metadata"].get("labels") or {}).get(f"{CORE}/launch-type")
@@ -264,3 +294,18 @@ def pod_of(sandbox: Mapping[str, Any]) -> str:
     """Return the name of a Sandbox's Pod: newer controllers give it the Sandbox's own."""
     meta = sandbox["metadata"]
     return str((meta.get("annotations") or {}).get(f"{CORE}/pod-name") or meta["name"])
+
+
+def left_to_live(pod: Mapping[str, Any], now: float) -> float:
+    """
+    Return how many seconds a Pod has left, which may have waited in a pool before it was claimed.
+
+    Args:
+        pod: The Pod.
+        now: The server's time, as far as it is known.
+
+    """
+    limit, since = pod["spec"].get("activeDeadlineSeconds"), (pod.get("status") or {}).get("startTime")
+    if limit is None or not since:
+        return math.inf
+    return float(limit) - (now - datetime.fromisoformat(since).timestamp())

@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The templates and warm pools of a run, one of each for every kind of Pod, made when the first is asked for."""
+"""
+The templates and warm pools of a run, made when the first is asked for.
+
+There is one of each for every kind of Pod, and one pool for every template of somebody else.
+"""
 
 from __future__ import annotations
 
@@ -9,15 +13,20 @@ from typing import TYPE_CHECKING, Any
 import anyio
 import attrs
 
-from agentsandbox.backends.agent_sandbox.objects import path, replicas_patch, template, warm_pool
+from agentsandbox.backends.agent_sandbox.objects import (
+    MERGE,
+    object_name,
+    path,
+    replicas_patch,
+    template,
+    warm_pool,
+)
 from agentsandbox.backends.kubernetes import owned
 
 if TYPE_CHECKING:
     from agentsandbox.backends.kubernetes.api import KubernetesApi
 
 __all__ = ["Pools"]
-
-MERGE = "application/merge-patch+json"
 
 
 @attrs.define(eq=False)
@@ -51,7 +60,7 @@ class Pools:
         self._pools: dict[str, _Pool] = {}
 
     def __repr__(self) -> str:
-        return f"<Pools [{len(self._pools)} templates, {sum(pool.replicas for pool in self._pools.values())} warm]>"
+        return f"<Pools [{len(self._pools)} pools, {sum(pool.replicas for pool in self._pools.values())} warm]>"
 
     async def ensure(self, pod: dict[str, Any]) -> str:
         """
@@ -68,14 +77,39 @@ class Pools:
         async with pool.lock:
             if not pool.uid:
                 await owned.create(self._api, self._path("sandboxtemplates"), wanted)
-                body = warm_pool(wanted, run_id=self._run_id, version=self._version, nonce=nonce)
-                made = await owned.create(self._api, self._path("sandboxwarmpools"), body)
-                pool.uid = str(made["metadata"]["uid"])
+                await self._make(name, name, pool, nonce)
         return name
 
+    async def ensure_of(self, template: str) -> str:
+        """
+        Return the name of our pool of a template that somebody else has made; make it if there is none.
+
+        Raises:
+            ControlPlaneError: If the API server refuses or does not answer.
+
+        """
+        name = object_name(self._run_id, {"template": template})
+        pool = self._pools.setdefault(name, _Pool())
+        async with pool.lock:
+            if not pool.uid:
+                await self._make(name, template, pool, secrets.token_hex(8))
+        return name
+
+    async def _make(self, name: str, template: str, pool: _Pool, nonce: str) -> None:
+        body = warm_pool(template, name=name, run_id=self._run_id, version=self._version, nonce=nonce)
+        made = await owned.create(self._api, self._path("sandboxwarmpools"), body)
+        pool.uid = str(made["metadata"]["uid"])
+
+    @property
+    def any(self) -> bool:
+        """Whether a pool of ours was asked for."""
+        return bool(self._pools)
+
     async def raise_one(self, name: str) -> None:
-        """Take one step up, if a pool keeps fewer than it is to."""
-        pool = self._pools[name]
+        """Take one step up, if it is a pool of ours and keeps fewer than it is to."""
+        pool = self._pools.get(name)
+        if pool is None:
+            return
         async with pool.lock:
             if not pool.dropped and pool.replicas < self._warm:
                 await self._set(name, pool, pool.replicas + 1)

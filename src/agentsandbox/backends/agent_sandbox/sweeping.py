@@ -10,23 +10,28 @@ import anyio
 from agentsandbox.backends.agent_sandbox.objects import path
 from agentsandbox.backends.kubernetes import owned
 from agentsandbox.backends.kubernetes.manifests import pods_path, selector
+from agentsandbox.backends.kubernetes.reaping import CLAIMED
 from agentsandbox.errors import InfrastructureError
 
 if TYPE_CHECKING:
     from agentsandbox.backends.kubernetes.api import KubernetesApi
 
-__all__ = ["KINDS", "sweep"]
-
-KINDS = ("sandboxclaims", "sandboxwarmpools", "sandboxtemplates")
-"""In the order in which they go."""
+__all__ = ["sweep"]
 
 AT_ONCE = 16
 GONE_WITHIN = 60.0
 
 
-async def sweep(api: KubernetesApi, namespace: str, run_id: str, version: str) -> None:
+async def sweep(api: KubernetesApi, namespace: str, run_id: str, version: str, *, pools: bool = True) -> None:
     """
     Delete every claim, pool and template of a run, each by its UID, and wait until its Pods are gone.
+
+    Args:
+        api: The API server.
+        namespace: Where.
+        run_id: Of the run.
+        version: Of the extensions' API.
+        pools: Whether it has made pools and templates; who has not needs no right to look for them.
 
     Raises:
         InfrastructureError: If Pods of it are still there after a while.
@@ -39,8 +44,10 @@ async def sweep(api: KubernetesApi, namespace: str, run_id: str, version: str) -
         async with slots:
             await owned.delete(api, where, uid)
 
-    for plural in KINDS:
-        collection = path(version, plural, namespace)
+    for kind in CLAIMED:
+        if not pools and kind.kind != "SandboxClaim":
+            continue
+        collection = path(version, kind.plural, namespace)
         async with anyio.create_task_group() as group:
             for one in await owned.list_all(api, collection, selector=marked):
                 meta = one["metadata"]

@@ -230,21 +230,24 @@ class KubernetesApi:
             credential = await self._credentials.renew(credential)
             response = await self._open(credential, "GET", path, query, timeout=_WATCH_TIMEOUT, endless=True)
         async with response:
-            rest = b""
+            refusal, rest = None, b""
             try:
                 if response.status != 200:
-                    raise error_of(response.status, await response.content.read(BODY_LIMIT), response.headers)
-                async for chunk in response.content.iter_any():
-                    *lines, rest = (rest + chunk).split(b"\n")
-                    for line in lines:
-                        if line:
-                            yield json.loads(line)
-                if rest.strip():
-                    yield json.loads(rest)
+                    refusal = await response.content.read(BODY_LIMIT)
+                else:
+                    async for chunk in response.content.iter_any():
+                        *lines, rest = (rest + chunk).split(b"\n")
+                        for line in lines:
+                            if line:
+                                yield json.loads(line)
+                    if rest.strip():
+                        yield json.loads(rest)
             except ValueError as error:
                 raise ApiUnavailable("the watch was cut within an event") from error
             except connection_errors() as error:
                 raise unavailable(error, write=False) from error
+            if refusal is not None:  # some refusals are OSErrors, and none is a broken connection
+                raise error_of(response.status, refusal, response.headers)
 
     async def websocket(
         self,

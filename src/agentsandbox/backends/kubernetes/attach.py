@@ -11,7 +11,15 @@ import anyio
 from agentsandbox.backends.kubernetes.jailing import MODULES
 from agentsandbox.backends.kubernetes.manifests import CONTAINER, exec_params, exec_path
 from agentsandbox.errors import ControlPlaneError, ProvisionError
-from agentsandbox.protocol.bootstrap import ATTACHED_ENTRY, RELAY, WAITING, WAITING_GREETING, handover, program
+from agentsandbox.protocol.bootstrap import (
+    ATTACHED_ENTRY,
+    RELAY,
+    WAITING,
+    WAITING_GREETING,
+    handover,
+    program,
+    stub,
+)
 from agentsandbox.protocol.runner.attaching import GREETING
 from agentsandbox.transport.websocket import MAX_MESSAGE, PROTOCOLS, ExecSocket, ExecStream
 
@@ -32,18 +40,40 @@ GREETED_WITHIN = 30.0
 
 _LONGEST_GREETING = 64
 
-# The same places where the Pod's first process looks. $0 is the relay, $1 the socket. Standard error must stay open:
-# the server ends the whole websocket when the last descriptor of it is closed.
+# The same places where the Pod's first process looks. $0 is the program, "$@" its arguments. Standard error must stay
+# open: the server ends the whole websocket when the last descriptor of it is closed.
 _FIND = """\
 exec 3>&2
 for p in python3 python /testbed/.venv/bin/python /opt/miniconda3/envs/testbed/bin/python /opt/miniconda3/bin/python \
 /opt/conda/bin/python /opt/venv/bin/python /root/.venv/bin/python /usr/local/bin/python3 /usr/bin/python3 \
 "$HOME"/.pyenv/versions/*/bin/python /root/.pyenv/versions/*/bin/python /opt/pyenv/versions/*/bin/python
 do p=$(command -v "$p")||continue
-case $("$p" -V) in "Python 3."[7-9]*|"Python 3."[1-9][0-9]*) exec "$p" -ISBc "$0" "$1" 2>&3;; esac
+case $("$p" -V) in "Python 3."[7-9]*|"Python 3."[1-9][0-9]*) exec "$p" -ISBc "$0" "$@" 2>&3;; esac
 done 2>/dev/null
 echo "no Python" >&2
 exit 127"""
+
+
+_STARTER = f"""\
+import os,sys,_socket as k
+s=k.socket(1,1)
+try:s.connect("\\0"+sys.argv[1])
+except OSError:
+ if not os.fork():
+  try:
+   os.setsid()
+   n=os.open(os.devnull,2)
+   for i in 0,1,2:os.dup2(n,i)
+   os.closerange(3,256)
+   exec(compile({WAITING!r},"<waiting>","exec"),{{"__name__":"__main__"}})
+  finally:os._exit(1)
+s.close()
+exec(compile({RELAY!r},"<relay>","exec"),{{"__name__":"__main__"}})
+"""
+"""
+Starts what would be the first process of a Pod of ours beside what the container runs, unless it is there already, and
+becomes the relay to it. Too long for a command line, so it travels in the stream. Arguments: those of ``WAITING``.
+"""
 
 
 class NoPython(ProvisionError):
@@ -93,7 +123,16 @@ class Attacher:
         if isinstance(executable, str) and executable.startswith("/") and len(executable) < 512:
             self._interpreters[image] = executable
 
-    async def open(self, pod: str, image: str, *, nonce: str, spec: SandboxSpec) -> ExecStream:
+    async def open(
+        self,
+        pod: str,
+        image: str,
+        *,
+        nonce: str,
+        spec: SandboxSpec,
+        container: str = CONTAINER,
+        starts: bool = False,
+    ) -> ExecStream:
         """
         Open a stream to the runner of a Pod, which is sent its program first if it has none yet.
 
@@ -102,6 +141,8 @@ class Attacher:
             image: Its image.
             nonce: What the runner wants to see.
             spec: What its commands are to find.
+            container: Which of its containers.
+            starts: Whether nothing of ours runs there, so that a runner is started if there is none yet.
 
         Raises:
             NoPython: If the image has none.
@@ -110,19 +151,27 @@ class Attacher:
             ProtocolError: If what answers is no runner.
 
         """
+        _, (socket, digest) = first_process(nonce)
+        words, first = [RELAY, socket], b""
+        if starts:
+            first = _STARTER.encode("ascii")
+            # A socket of its own: Pods may share the network of their node.
+            words = [stub(len(first)), f"{socket}-{digest[:16]}", digest]
         async with self._openings:
             executable = self._interpreters.get(image)
             if executable is not None:
                 try:
-                    return await self._open(pod, [executable, "-ISBc", RELAY, SOCKET], nonce, spec)
+                    return await self._open(pod, container, [executable, "-ISBc", *words], first, nonce, spec)
                 except NoPython:
                     del self._interpreters[image]  # the same name means another image by now
-            return await self._open(pod, ["sh", "-c", _FIND, RELAY, SOCKET], nonce, spec)
+            return await self._open(pod, container, ["sh", "-c", _FIND, *words], first, nonce, spec)
 
-    async def _open(self, pod: str, command: list[str], nonce: str, spec: SandboxSpec) -> ExecStream:
+    async def _open(
+        self, pod: str, container: str, command: list[str], first: bytes, nonce: str, spec: SandboxSpec
+    ) -> ExecStream:
         socket = await self._api.websocket(
             exec_path(self._api.namespace, pod),
-            params=exec_params(command, container=CONTAINER, stdin=True),
+            params=exec_params(command, container=container, stdin=True),
             protocols=PROTOCOLS,
             heartbeat=None,  # the session's own
             max_size=MAX_MESSAGE,
@@ -130,6 +179,8 @@ class Attacher:
         stream = ExecStream(ExecSocket(socket))
         try:
             with anyio.fail_after(GREETED_WITHIN):
+                if first:
+                    await stream.send([first])
                 said = await _greeting(stream)
                 if said.startswith(WAITING_GREETING):
                     config = {**_config(nonce, spec), "jails": self._jails}

@@ -21,7 +21,22 @@ from agentsandbox.backends.kubernetes.manifests import CONTAINER, RESTART_EXIT_C
 from agentsandbox.errors import SandboxLost
 from agentsandbox.models.sandbox import Identity
 
-__all__ = ["Cause", "PodFailure", "PodPhase", "PodState", "Stages", "deleted", "lost", "pull_failure", "state_of"]
+__all__ = [
+    "Cause",
+    "PodFailure",
+    "PodPhase",
+    "PodState",
+    "Stages",
+    "container_of",
+    "deleted",
+    "lost",
+    "pull_failure",
+    "state_of",
+]
+
+
+DEFAULT_CONTAINER = "kubectl.kubernetes.io/default-container"
+"""The annotation that says which container commands go to."""
 
 
 class PodPhase(StrEnum):
@@ -113,13 +128,11 @@ def state_of(pod: Mapping[str, Any]) -> PodState:
     another end; deletion comes before everything, because a Pod that is to be deleted still says Ready.
     """
     meta, status = pod.get("metadata") or {}, pod.get("status") or {}
-    container = _container(status)
+    spec = container_of(pod)
+    container = _container(pod)
     conditions = {condition.get("type"): condition for condition in status.get("conditions") or ()}
     phase, reason, message, failure = _judge(pod, meta, status, container, conditions)
     running = (container.get("state") or {}).get("running") or {}
-    spec: Mapping[str, Any] = next(
-        (c for c in (pod.get("spec") or {}).get("containers") or () if c.get("name") == CONTAINER), {}
-    )
     return PodState(
         phase=phase,
         reason=reason,
@@ -255,7 +268,7 @@ def lost(
         return SandboxLost("replaced", f"UID {state.identity.uid} instead of {identity.uid}")
     if state.phase in (PodPhase.LOST, PodPhase.TERMINATING):
         return SandboxLost(state.reason, state.message)
-    container = _container(pod.get("status") or {})
+    container = _container(pod)
     same = state.identity.restarts == identity.restarts and state.identity.instance == identity.instance
     if same and (container.get("state") or {}).get("running"):
         return None
@@ -273,13 +286,30 @@ def lost(
     )
 
 
-def _container(status: Mapping[str, Any]) -> Mapping[str, Any]:
-    return next((c for c in status.get("containerStatuses") or () if c.get("name") == CONTAINER), {})
+def container_of(pod: Mapping[str, Any]) -> Mapping[str, Any]:
+    """
+    Return which of a Pod's containers is the sandbox, as its spec has it.
+
+    Ours has a name of its own. In Pods that somebody else has described it is the one that ``kubectl exec`` takes: the
+    one that an annotation names, else the first.
+    """
+    containers = (pod.get("spec") or {}).get("containers") or ()
+    named = ((pod.get("metadata") or {}).get("annotations") or {}).get(DEFAULT_CONTAINER)
+    for name in (CONTAINER, named):
+        for container in containers:
+            if container.get("name") == name:
+                found: Mapping[str, Any] = container
+                return found
+    return next(iter(containers), {})
+
+
+def _container(pod: Mapping[str, Any]) -> Mapping[str, Any]:
+    name = container_of(pod).get("name", CONTAINER)
+    return next((c for c in (pod.get("status") or {}).get("containerStatuses") or () if c.get("name") == name), {})
 
 
 def _has_rule(pod: Mapping[str, Any]) -> bool:
-    containers = (pod.get("spec") or {}).get("containers") or ()
-    return any(c.get("restartPolicyRules") for c in containers if c.get("name") == CONTAINER)
+    return bool(container_of(pod).get("restartPolicyRules"))
 
 
 def _since(conditions: Mapping[Any, Mapping[str, Any]], kind: str) -> float | None:

@@ -8,7 +8,7 @@ import ipaddress
 import json
 import re
 import secrets
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from enum import StrEnum
 from typing import Any
 from urllib.parse import quote_plus
@@ -58,6 +58,7 @@ COMMAND_LIMIT = 2048
 """Bytes of a command line in a URL: proxies and servers cut from 4 KiB on; what is longer travels in frames."""
 _PROGRAM_LIMIT = 128 * 1024
 """The kernel's limit for one argument."""
+_REQUIRED = "requiredDuringSchedulingIgnoredDuringExecution"
 
 _PYTHONS = """
 python3 python /testbed/.venv/bin/python /opt/miniconda3/envs/testbed/bin/python /opt/miniconda3/bin/python
@@ -135,6 +136,7 @@ def pod(
     arguments: Sequence[str] = (),
     first_process: FirstProcess = FirstProcess.RUNNER,
     restart_rule: bool = True,
+    node: str | None = None,
 ) -> dict[str, Any]:
     """
     Return the Pod to create.
@@ -150,6 +152,7 @@ def pod(
         arguments: Its ``sys.argv[1:]``. Whoever may read Pods reads them.
         first_process: What the container starts with.
         restart_rule: Whether the server knows the rule ``RestartAllContainers``; ask it by a dry run.
+        node: The only node that it may be on; ``None`` leaves that to the scheduler.
 
     Raises:
         ConfigurationError: If a name or label is not one.
@@ -176,12 +179,25 @@ def pod(
         f"{DOMAIN}/spec-hash": template,
         f"{DOMAIN}/nonce": nonce,
     }
+    spec = _spec(image, options, program, arguments, first_process, restart_rule=restart_rule)
+    if node is not None:
+        spec["affinity"] = _pinned(options.affinity or {}, node)
     return {
         "apiVersion": "v1",
         "kind": "Pod",
         "metadata": {"name": name, "labels": labels, "annotations": annotations},
-        "spec": _spec(image, options, program, arguments, first_process, restart_rule=restart_rule),
+        "spec": spec,
     }
+
+
+def _pinned(affinity: Mapping[str, Any], node: str) -> dict[str, Any]:
+    """Add a node to what a Pod requires. Unlike ``nodeName`` it leaves the scheduler to count what is free there."""
+    nodes = affinity.get("nodeAffinity") or {}
+    terms = (nodes.get(_REQUIRED) or {}).get("nodeSelectorTerms") or [{}]
+    here = {"key": "metadata.name", "operator": "In", "values": [node]}
+    # One of the terms has to hold, and each as a whole.
+    terms = [{**term, "matchFields": [*(term.get("matchFields") or ()), here]} for term in terms]
+    return {**affinity, "nodeAffinity": {**nodes, _REQUIRED: {"nodeSelectorTerms": terms}}}
 
 
 def _spec(

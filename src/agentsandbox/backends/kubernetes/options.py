@@ -20,6 +20,7 @@ __all__ = [
     "check_key",
     "check_labels",
     "check_name",
+    "check_object",
     "check_run_id",
     "label_value",
     "lifetime",
@@ -159,8 +160,7 @@ class PodOptions:
             if not _ENV.fullmatch(name):
                 raise ConfigurationError(f"env: {name!r} is not the name of a variable")
         for name in (*self.image_pull_secrets, *filter(None, (self.runtime_class, self.priority_class))):
-            if not _PREFIX.fullmatch(name):
-                raise ConfigurationError(f"{name!r} is not the name of an object")
+            check_object(name)
         check_labels(self.labels)
         check_labels(self.node_selector)
         for key in (*self.labels, *self.annotations):
@@ -209,6 +209,12 @@ def check_name(value: str, what: str) -> None:
     """Refuse what is not a DNS label; *what* says what it names."""
     if not _NAME.fullmatch(value) or len(value) > 63:
         raise ConfigurationError(f"{what} {value!r}: at most 63 of a-z, 0-9 and '-', not '-' at either end")
+
+
+def check_object(value: str) -> None:
+    """Refuse what cannot be the name of an object: DNS labels with dots between them."""
+    if not _PREFIX.fullmatch(value) or len(value) > 253:
+        raise ConfigurationError(f"{value!r} is not the name of an object")
 
 
 def check_run_id(value: str) -> None:

@@ -117,7 +117,7 @@ def _clocks(api: KubernetesApi) -> Check:
 
 async def allowed(api: KubernetesApi, verb: str, rule: Rule) -> bool:
     """
-    Ask the server whether we may do something in the API's namespace.
+    Ask the server whether we may do something in the API's namespace, or everywhere.
 
     Raises:
         ControlPlaneError: If it does not even let us ask.
@@ -125,7 +125,7 @@ async def allowed(api: KubernetesApi, verb: str, rule: Rule) -> bool:
     """
     resource, _, subresource = rule.resource.partition("/")
     attributes = {
-        "namespace": api.namespace,
+        "namespace": "" if rule.everywhere else api.namespace,
         "verb": verb,
         "group": rule.group,
         "resource": resource,
@@ -163,11 +163,12 @@ async def _permissions(api: KubernetesApi, rules: Sequence[Rule]) -> list[Check]
 
 def _permission(rule: Rule, missing: Sequence[str]) -> Check:
     lacks = ", ".join(f"{verb} {rule.resource}" for verb in missing)
+    role = "ClusterRole" if rule.everywhere else "Role"
     return Check(
         name=f"permission {rule.resource}",
         ok=not missing,
         detail=f"not allowed: {lacks} ({rule.why})" if missing else f"{', '.join(rule.verbs)}: {rule.why}",
-        fix=f"add {', '.join(missing)} on {rule.resource} to the Role; the documentation has one that suffices",
+        fix=f"add {', '.join(missing)} on {rule.resource} to the {role}; the documentation has one that suffices",
         required=rule.required,
     )
 

@@ -24,7 +24,7 @@ from agentsandbox.errors import NotFound, PermissionDenied, SandboxError, UsageE
 if TYPE_CHECKING:
     from agentsandbox.backends.kubernetes.api import Json
 
-__all__ = ["Claim", "reap", "remove", "remove_leftovers"]
+__all__ = ["CLAIMED", "COLLECTIONS", "Claim", "Collection", "reap", "remove", "remove_leftovers"]
 
 AT_ONCE = 16
 
@@ -33,46 +33,53 @@ IN_CLUSTER = "in-cluster"
 
 
 @attrs.frozen(kw_only=True)
-class _Collection:
+class Collection:
     """One kind of objects that runs make."""
 
     kind: str
+    """Its name."""
     root: str
+    """Where its API is."""
     plural: str
+    """Its name in paths."""
     prefixes: tuple[str, ...]
+    """How the names of a run's begin."""
     propagation: str = "Background"
+    """How what they own goes along."""
 
     def path(self, namespace: str) -> str:
+        """Return the path of those of a namespace."""
         return f"{self.root}/namespaces/{namespace}/{self.plural}"
 
 
 _EXTENSIONS = "/apis/extensions.agents.x-k8s.io/v1beta1"
 
-_COLLECTIONS = (
+COLLECTIONS = (
     # What makes Pods anew goes before Pods, and takes them along.
-    _Collection(kind="Job", root="/apis/batch/v1", plural="jobs", prefixes=("rollout-{}",), propagation="Foreground"),
-    _Collection(
+    Collection(kind="Job", root="/apis/batch/v1", plural="jobs", prefixes=("rollout-{}",), propagation="Foreground"),
+    Collection(
         kind="SandboxClaim",
         root=_EXTENSIONS,
         plural="sandboxclaims",
         prefixes=("asb-{}-",),
         propagation="Foreground",
     ),
-    _Collection(
+    Collection(
         kind="SandboxWarmPool",
         root=_EXTENSIONS,
         plural="sandboxwarmpools",
         prefixes=("asb-{}-",),
         propagation="Foreground",
     ),
-    _Collection(kind="SandboxTemplate", root=_EXTENSIONS, plural="sandboxtemplates", prefixes=("asb-{}-",)),
-    _Collection(kind="Pod", root="/api/v1", plural="pods", prefixes=("asb-{}-", "rollout-{}-")),
-    _Collection(kind="ConfigMap", root="/api/v1", plural="configmaps", prefixes=("episode-{}",)),
-    _Collection(
-        kind="NetworkPolicy", root="/apis/networking.k8s.io/v1", plural="networkpolicies", prefixes=("asb-{}",)
-    ),
+    Collection(kind="SandboxTemplate", root=_EXTENSIONS, plural="sandboxtemplates", prefixes=("asb-{}-",)),
+    Collection(kind="Pod", root="/api/v1", plural="pods", prefixes=("asb-{}-", "rollout-{}-")),
+    Collection(kind="ConfigMap", root="/api/v1", plural="configmaps", prefixes=("episode-{}",)),
+    Collection(kind="NetworkPolicy", root="/apis/networking.k8s.io/v1", plural="networkpolicies", prefixes=("asb-{}",)),
 )
-"""In the order in which they are removed."""
+"""In the order in which they are removed: what makes others anew goes before them."""
+
+CLAIMED = tuple(one for one in COLLECTIONS if one.root == _EXTENSIONS)
+"""Those of the agent-sandbox controller."""
 
 
 @attrs.frozen(kw_only=True)
@@ -169,8 +176,8 @@ async def remove(api: KubernetesApi, namespace: str, claim: Claim) -> list[str]:
         except NotFound:
             return []
         _verify_namespace(home, claim)
-    found: list[tuple[_Collection, list[Json]]] = []
-    for kind in _COLLECTIONS:
+    found: list[tuple[Collection, list[Json]]] = []
+    for kind in COLLECTIONS:
         objects = await _listed(api, kind, namespace, claim)
         for object_ in objects:
             _verify(object_, kind.kind, tuple(prefix.format(claim.run_id) for prefix in kind.prefixes), claim)
@@ -183,16 +190,23 @@ async def remove(api: KubernetesApi, namespace: str, claim: Claim) -> list[str]:
     return removed
 
 
-async def _listed(api: KubernetesApi, kind: _Collection, namespace: str, claim: Claim) -> list[Json]:
+async def _listed(api: KubernetesApi, kind: Collection, namespace: str, claim: Claim) -> list[Json]:
     """List a run's objects of a kind; who may not even look at it, or has no such kind, has made nothing there."""
     try:
-        return await owned.list_all(api, kind.path(namespace), selector=selector(claim.run_id))
+        found = await owned.list_all(api, kind.path(namespace), selector=selector(claim.run_id))
+        # Pods of a Sandbox go with the claim that it belongs to, and may be named after somebody else's pool.
+        return [object_ for object_ in found if kind.kind != "Pod" or not _of_sandbox(object_)]
     except PermissionDenied:
         if kind.kind == "Pod":
             raise
     except NotFound:
         pass
     return []
+
+
+def _of_sandbox(pod: Json) -> bool:
+    owners = pod["metadata"].get("ownerReferences") or ()
+    return any(one.get("controller") and one.get("kind") == "Sandbox" for one in owners)
 
 
 def _verify_namespace(home: Json, claim: Claim) -> None:

@@ -27,6 +27,9 @@ PATIENCE = (6.0, 15.0, 30.0)
 AT_ONCE = 16
 """Orders under way at the same time when everything has to go."""
 
+ASKING = 0.25
+"""Seconds between two questions for a Pod when no watch tells of it any more."""
+
 SETTLE = 30.0
 """Seconds in which a run's Pods are to be gone after they were deleted together."""
 
@@ -72,12 +75,7 @@ class Remover:
         """
         for patience in PATIENCE:
             await self._order(pod, uid)
-            try:
-                await self._reflector.wait_for(uid, lambda found: found is None, timeout=patience)
-            except (TimeoutError, ApiUnavailable):
-                if not await self._there(pod, uid):
-                    break
-            else:
+            if await self._goes(pod, uid, patience):
                 break
             if uid not in self.stuck:
                 self.stuck[uid] = pod
@@ -149,6 +147,20 @@ class Remover:
                 await anyio.sleep(wait)
                 continue
             return
+
+    async def _goes(self, pod: str, uid: str, patience: float) -> bool:
+        """Wait until a Pod is gone, and say whether it is."""
+        deadline = anyio.current_time() + patience
+        try:
+            await self._reflector.wait_for(uid, lambda found: found is None, timeout=patience)
+        except TimeoutError:
+            return not await self._there(pod, uid)
+        except ApiUnavailable:  # the watch ends before the last Pod when everything is cancelled from outside
+            while await self._there(pod, uid):
+                if anyio.current_time() >= deadline:
+                    return False
+                await anyio.sleep(ASKING)
+        return True
 
     async def _there(self, pod: str, uid: str) -> bool:
         try:

@@ -8,7 +8,18 @@ from typing import Any
 
 import attrs
 
-__all__ = ["CLUSTER_RULES", "JOB_RULES", "NETWORK_RULES", "ROLE_RULES", "Rule", "pairs", "role"]
+__all__ = [
+    "CLUSTER_RULES",
+    "EVENTS_RULE",
+    "EXEC_RULE",
+    "JOB_RULES",
+    "NETWORK_RULES",
+    "PLACEMENT_RULES",
+    "ROLE_RULES",
+    "Rule",
+    "pairs",
+    "role",
+]
 
 
 @attrs.frozen(kw_only=True)
@@ -23,9 +34,21 @@ class Rule:
     """Its API group; empty is the core one."""
     required: bool = True
     """Whether nothing works without it."""
+    everywhere: bool = False
+    """Whether it is asked for in the whole cluster, where it takes a ClusterRole."""
     why: str
     """What it is for."""
 
+
+# Opening a websocket is a GET. Servers from 1.35 on ask for create as well.
+EXEC_RULE = Rule(resource="pods/exec", verbs=("create", "get"), why="commands run over exec streams")
+
+EVENTS_RULE = Rule(
+    resource="events",
+    verbs=("list", "watch"),
+    required=False,
+    why="events.txt; tells waiting for images apart from other waiting",
+)
 
 ROLE_RULES: tuple[Rule, ...] = (
     Rule(
@@ -33,10 +56,9 @@ ROLE_RULES: tuple[Rule, ...] = (
         verbs=("create", "delete", "get", "list", "patch", "watch"),
         why="sandboxes are Pods; patch is for another image in place",
     ),
-    # Opening a websocket is a GET. Servers from 1.35 on ask for create as well.
-    Rule(resource="pods/exec", verbs=("create", "get"), why="commands run over exec streams"),
+    EXEC_RULE,
     Rule(resource="pods", verbs=("deletecollection",), required=False, why="ends all Pods of a run by one call"),
-    Rule(resource="events", verbs=("list",), required=False, why="events.txt"),
+    EVENTS_RULE,
     Rule(resource="resourcequotas", verbs=("list",), required=False, why="says beforehand what a quota leaves"),
 )
 """In the namespace of the sandboxes, for everything but ``job``."""
@@ -50,6 +72,17 @@ NETWORK_RULES: tuple[Rule, ...] = (
     ),
 )
 """In the namespace as well, for the option ``network``."""
+
+PLACEMENT_RULES: tuple[Rule, ...] = (
+    Rule(
+        resource="nodes",
+        verbs=("list", "watch"),
+        everywhere=True,
+        why="where images are placed, and how much room is there",
+    ),
+    Rule(resource="pods", verbs=("list",), everywhere=True, required=False, why="what others take of that room"),
+)
+"""In the whole cluster, for the option ``placement``."""
 
 JOB_RULES: tuple[Rule, ...] = (
     Rule(resource="jobs", group="batch", verbs=("create", "delete", "get", "list"), why="the batch is one Job"),

@@ -10,6 +10,7 @@ import anyio
 
 from agentsandbox.backends.base import BackendSandbox
 from agentsandbox.backends.kubernetes.conditions import PodState, lost
+from agentsandbox.backends.kubernetes.manifests import CONTAINER
 from agentsandbox.backends.kubernetes.watch import Change, ChangeType
 from agentsandbox.errors import ProvisionError, SandboxLost
 from agentsandbox.models.events import Event, EventSink
@@ -50,6 +51,10 @@ class KubernetesSandbox(BackendSandbox):
         self.uid = ""
         """The Pod's UID; empty before the API server has answered."""
         self.node = None
+        self.container = CONTAINER
+        """Which container of the Pod it is."""
+        self.ours = True
+        """Whether its first process is ours; else a runner is started beside what the image starts."""
         self.unwanted = False
         """Whether its end is what somebody wants."""
         self.loss: SandboxLost | None = None

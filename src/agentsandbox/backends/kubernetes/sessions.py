@@ -173,7 +173,7 @@ class Sessions:
         async def connect() -> ExecSocket:
             socket = await self._api.websocket(
                 exec_path(self._api.namespace, sandbox.pod),
-                params=exec_params(command, stdin=stdin),
+                params=exec_params(command, container=sandbox.container, stdin=stdin),
                 protocols=PROTOCOLS,
                 heartbeat=None,
                 max_size=MAX_MESSAGE,
@@ -183,7 +183,14 @@ class Sessions:
         return await self._opened(sandbox, connect, harmless=False)
 
     async def _attach(self, sandbox: KubernetesSandbox) -> ByteStream:
-        return await self._attacher.open(sandbox.pod, sandbox.spec.image, nonce=sandbox.nonce, spec=sandbox.spec)
+        return await self._attacher.open(
+            sandbox.pod,
+            sandbox.spec.image,
+            nonce=sandbox.nonce,
+            spec=sandbox.spec,
+            container=sandbox.container,
+            starts=not sandbox.ours,
+        )
 
     async def _opened(
         self, sandbox: KubernetesSandbox, connect: Callable[[], Awaitable[Stream]], *, harmless: bool

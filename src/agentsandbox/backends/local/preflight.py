@@ -116,7 +116,7 @@ def static_checks() -> list[Check]:
         Check(
             name="images",
             ok=kernel_version() >= IMAGE_KERNEL,
-            detail="images other than host" + ("" if kernel_version() >= IMAGE_KERNEL else " cannot be used"),
+            detail=f"images other than host {'can' if kernel_version() >= IMAGE_KERNEL else 'cannot'} be used",
             fix="Linux {}.{} or later is needed for images other than host".format(*IMAGE_KERNEL),
             required=False,
         ),

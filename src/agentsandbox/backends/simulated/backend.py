@@ -26,6 +26,7 @@ from agentsandbox.models.placement import Placement
 from agentsandbox.models.sandbox import Capabilities, Identity, SandboxSpec
 
 if TYPE_CHECKING:
+    from agentsandbox.backends.simulated.model import StartModel
     from agentsandbox.models.image import ImageManifest
     from agentsandbox.session import Session
 
@@ -221,7 +222,7 @@ class SimulatedBackend(Backend):
                 node.write(-self.model.writable_layer)
                 raise
             try:
-                await anyio.sleep_until(node.start(draw(self.model.start, self.random), anyio.current_time()))
+                await self._start(node, self.model.start)
                 self._chance(self.model.faults.failed_starts, ProvisionError(f"{name} did not start"))
             except BaseException:
                 node.leave(spec.image)
@@ -253,14 +254,14 @@ class SimulatedBackend(Backend):
         old.simulated.lose(SandboxLost("restarted"))
         if spec.image == old.spec.image:
             self.api.count(now, model.writes_restart)
-            seconds = draw(model.restart, self.random)
+            start = model.restart
         else:
             await anyio.sleep_until(self.api.write(now, model.writes_change))
             await self._hydrate(node, self.manifest(spec.image))
             node.leave(old.spec.image)
             old.spec = spec  # what it holds on the node from now on
-            seconds = draw(model.change, self.random)
-        await anyio.sleep_until(node.start(seconds, anyio.current_time()))
+            start = model.change
+        await self._start(node, start)
         self._chance(model.faults.failed_starts, ProvisionError(f"{name} did not start again"))
         fresh = SimulatedSandbox(spec, name, old.pod, node, model.round_trip)
         fresh.restarts = old.restarts + 1
@@ -344,6 +345,17 @@ class SimulatedBackend(Backend):
         except BaseException:
             node.leave(image.name)
             raise
+
+    async def _start(self, node: Node, start: StartModel) -> None:
+        """Start a container. What fails is tried again after a pause that grows, as the kubelet does it."""
+        share, pause = start.fails, self.model.backoff
+        while True:
+            await anyio.sleep_until(node.start(draw(start, self.random), anyio.current_time()))
+            if not share or self.random.random() >= share:
+                return
+            self.api.count(anyio.current_time(), 1)  # what the kubelet says of it
+            await anyio.sleep(pause)
+            share, pause = start.fails_again, min(2 * pause, self.model.backoff_max)
 
     def _made(self, sandbox: SimulatedSandbox) -> SimulatedSandbox:
         self._alive[sandbox.name] = sandbox

@@ -15,14 +15,9 @@ __all__ = ["draw"]
 _Z95 = 1.6448536269514722
 """The 95th percentile of the standard normal distribution."""
 
-_SHAPE = 1.5
-"""Shape of the Pareto tail: its mean is finite, its variance is not."""
-
 
 def draw(start: StartModel, random: Random) -> float:
-    """Draw how long something takes to start, in seconds."""
+    """Draw how long one try takes, in seconds."""
     sigma = math.log(start.p95 / start.median) / _Z95
     seconds = start.median * math.exp(sigma * random.gauss(0.0, 1.0)) if sigma else start.median
-    if random.random() < start.tail_share:
-        seconds += min(start.tail_max, start.tail_scale * random.paretovariate(_SHAPE))
     return max(start.floor, seconds)

@@ -4,7 +4,7 @@ Every parameter of the simulated cluster, with where its value comes from.
 
 The values describe one setting: ten nodes of a public cloud with sandboxes under gVisor. They are the same for every
 strategy that is simulated. Those that no public source states are marked as assumptions: above all the part of an image
-that others share, and the heavy tails. All times are in seconds, all sizes in bytes.
+that others share, and how many starts fail. All times are in seconds, all sizes in bytes.
 """
 
 from __future__ import annotations
@@ -22,34 +22,35 @@ GB = 1000**3
 @attrs.frozen(kw_only=True)
 class StartModel:
     """
-    How long something takes to start: log-normal around a median, with a heavy tail.
+    How long something takes to start: log-normal around a median. Some tries fail, and are made again after a pause.
 
     Args:
-        median: Seconds.
-        p95: Seconds.
+        median: Seconds that a try takes.
+        p95: Seconds that 95 of 100 tries stay within.
         floor: The least that is possible, in seconds: what lower bounds count with.
-        tail_share: Share of starts that are stragglers.
-        tail_scale: A straggler takes this many seconds more, times a Pareto variable of shape 1.5.
-        tail_max: The most that a straggler takes more, in seconds.
+        fails: Share of starts whose first try fails.
+        fails_again: Share of tries after a failed one that fail as well: its cause is often still there. With pauses
+            that double, a quarter gives a heavy tail: twice as long is a quarter as likely.
 
     """
 
     median: float
     p95: float
     floor: float
-    tail_share: float = 0.01
-    tail_scale: float = 4.0
-    tail_max: float = 120.0
+    fails: float = 0.01
+    fails_again: float = 0.25
 
     def __attrs_post_init__(self) -> None:
         """Refuse what is no distribution."""
         if not 0 < self.floor <= self.median <= self.p95:
             raise ConfigurationError(f"a start needs 0 < floor <= median <= p95, not {self!r}")
+        if not (0 <= self.fails < 1 and 0 <= self.fails_again < 1):
+            raise ConfigurationError(f"shares of tries that fail are from 0 to below 1, not {self!r}")
 
 
 @attrs.frozen(kw_only=True)
 class Faults:
-    """What goes wrong, besides stragglers. Nothing, unless something is said."""
+    """What goes wrong for good, besides tries that fail. Nothing, unless something is said."""
 
     losses_per_hour: float = 0.0
     """How often a sandbox is lost while it is there: evicted, out of memory, its node gone."""
@@ -123,18 +124,21 @@ class ClusterModel:
     """From the binding of a Pod, its image on the node, until ready: 2.5 to 3.5 s (same upstream source)."""
     starts_at_once: int = 16
     """Sandboxes that one node starts at a time; more wait. The worker count of a container runtime; an assumption."""
-    change: StartModel = StartModel(median=1.0, p95=1.3, floor=0.8, tail_share=0.002)
-    """
-    From the patch of an image that is on the node until ready: 1.0 s, each time (measured by this project, Kubernetes
-    1.36). Nothing is scheduled, and the Pod keeps its address and its cgroup; that fewer of them straggle is an
-    assumption.
-    """
-    restart: StartModel = StartModel(median=1.0, p95=1.3, floor=0.8, tail_share=0.002)
+    change: StartModel = StartModel(median=1.0, p95=1.3, floor=0.8)
+    """From the patch of an image that is on the node until ready: 1.0 s (measured by this project, Kubernetes 1.36)."""
+    restart: StartModel = StartModel(median=1.0, p95=1.3, floor=0.8)
     """A restart in place by the rule ``RestartAllContainers``: 1.0 s (measured likewise)."""
-    stop: StartModel = StartModel(median=1.5, p95=2.5, floor=0.5, tail_max=20.0)
+    backoff: float = 10.0
+    """
+    Seconds that the kubelet waits after a container did not start, before it tries again; doubled each time (Kubernetes
+    documentation, "Pod Lifecycle"; those of image pulls are the same). How many do not start is an assumption.
+    """
+    backoff_max: float = 300.0
+    """Seconds to which that grows (same source)."""
+    stop: StartModel = StartModel(median=1.5, p95=2.5, floor=0.5, fails=0.0)
     """
     From the delete until a Pod's room is free: a grace of 1 s and the status round trips (measured likewise). The
-    kubelet kills what does not end, so that stragglers are fewer.
+    kubelet kills what does not end.
     """
     round_trip: float = 0.0021
     """A command over an open stream: 2.1 ms (measured likewise)."""

@@ -137,10 +137,14 @@ class Node:
                 f"no space left on the disk of {self.name}: {image.name!r} needs {need / 1e9:.1f} GB, and "
                 f"{(self._model.disk - self.disk) / 1e9:.1f} GB are free"
             )
-        end = self._fetch(missing, now) if fetch else 0.0
-        ready_at = end
+        ready_at = end = self._fetch(missing, now) if fetch else 0.0
+        # A layer can be used by others once it is unpacked, and they are unpacked one after another from the base on.
+        begun = 0.0 if not missing else end - self._unpacking(missing)
         for layer in image.layers:
-            here = self._layers.setdefault(layer.digest, _Here(end))
+            if layer.digest not in self._layers:
+                begun = begun + self._unpacking([layer]) if fetch else 0.0
+                self._layers[layer.digest] = _Here(begun)
+            here = self._layers[layer.digest]
             here.users += 1
             ready_at = max(ready_at, here.ready_at)
         self._grow(need)
@@ -150,14 +154,14 @@ class Node:
         return found
 
     def _fetch(self, missing: list[Layer], now: float) -> float:
-        model, lanes = self._model, self._model.pulls_at_once
-        fetched = sum(layer.size for layer in missing)
-        unpacked = sum(layer.unpacked for layer in missing)
-        # Downloading and unpacking overlap; the slower of the two decides. Each lane has its share of both.
-        work = max(fetched * lanes / model.network_rate, unpacked * lanes / model.unpack_rate)
-        self.bytes_pulled += fetched
+        self.bytes_pulled += sum(layer.size for layer in missing)
         self.pulls += 1
-        return _serve(self._pulling, model.pull_overhead + work, now)
+        return _serve(self._pulling, self._model.pull_overhead + self._unpacking(missing), now)
+
+    def _unpacking(self, layers: list[Layer]) -> float:
+        # Downloading and unpacking overlap; the slower of the two decides. Each lane has its share of both.
+        model, lanes = self._model, self._model.pulls_at_once
+        return sum(max(layer.size / model.network_rate, layer.unpacked / model.unpack_rate) * lanes for layer in layers)
 
     def _collect(self, need: int) -> None:
         """Remove unused images, the longest unused first, if the disk would be too full, as the kubelet does."""

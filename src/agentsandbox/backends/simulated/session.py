@@ -51,7 +51,7 @@ class SimulatedSession:
         self.lost: SandboxLost | None = None
         """Why it is of no use any more."""
         self._files: dict[str, bytes] = {}
-        self._running: set[anyio.CancelScope] = set()
+        self._running: dict[anyio.CancelScope, None] = {}  # in order: losing them must repeat
 
     @property
     def alive(self) -> bool:
@@ -61,7 +61,7 @@ class SimulatedSession:
     def lose(self, error: SandboxLost) -> None:
         """Give the sandbox up: whoever waits for a command is told so at once."""
         self.lost = self.lost or error
-        for scope in self._running:
+        for scope in tuple(self._running):
             scope.cancel()
 
     async def exec(
@@ -133,11 +133,11 @@ class SimulatedSession:
     async def _pass(self, seconds: float) -> None:
         if self.lost is None:
             with anyio.CancelScope() as scope:
-                self._running.add(scope)
+                self._running[scope] = None
                 try:
                     await anyio.sleep(seconds)
                 finally:
-                    self._running.discard(scope)
+                    self._running.pop(scope, None)
         if self.lost is not None:
             raise SandboxLost(self.lost.reason, self.lost.detail)
 

@@ -13,14 +13,11 @@ import fcntl
 import gc
 import os
 import sys
-from typing import Any, Callable, Dict, Mapping, Optional
+from typing import Any, Callable, Mapping, Optional
 
 from . import place
 from .loop import serve
 from .stream import Stream
-
-UNWANTED = ("KUBERNETES_",)
-"""Beginnings of variables that the cluster adds to the image's own: they differ from Pod to Pod."""
 
 
 def main(config: Mapping[str, Any]) -> None:
@@ -51,7 +48,7 @@ def main(config: Mapping[str, Any]) -> None:
         serve(
             stream,
             nonce=config["nonce"],
-            base_env=environment(config.get("env") or {}),
+            base_env=place.environment(config.get("env") or {}),
             workdir=os.path.join(os.getcwd(), config.get("workdir") or ""),
             user=config.get("user"),
             accept=listener,
@@ -60,10 +57,3 @@ def main(config: Mapping[str, Any]) -> None:
             jails=jails,
         )
     )
-
-
-def environment(more: Mapping[str, str]) -> Dict[str, str]:
-    """Return what commands see: the container's own variables and those of the sandbox."""
-    env = {name: value for name, value in os.environ.items() if not name.startswith(UNWANTED)}
-    env.update(more)
-    return env

@@ -313,11 +313,12 @@ class _Comparison:
     ) -> None:
         if old is not None and new is not None and _same(old, new):
             return
-        before, after = old is not None and old[0] == "f", new is not None and new[0] == "f"
-        if before and after and old[DIGEST] == new[DIGEST]:  # type: ignore[index]
-            before = after = False
-        a = self._before(path, old) if before and old is not None else None
-        b = self._after(path, *place) if after and place is not None else None
+        before = old if old is not None and old[0] == "f" else None
+        after = new if new is not None and new[0] == "f" else None
+        if before is not None and after is not None and before[DIGEST] == after[DIGEST]:
+            before = after = None
+        a = self._before(path, before) if before is not None else None
+        b = self._after(path, *place) if after is not None and place is not None else None
         sizes = [-1 if data is None else len(data) for data in (a, b)]
         self._out.line([path, _plain(old), _plain(new)] + sizes, path)
         for data in (a, b):

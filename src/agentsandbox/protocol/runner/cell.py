@@ -16,13 +16,12 @@ import shutil
 import signal
 import socket
 import stat
-from typing import Any, Dict, List, Mapping, NamedTuple, Optional
+from typing import Any, Dict, List, Mapping, Optional
 
 from . import jail
+from .mounts import Mount, table
 
 MS_RDONLY, MS_REMOUNT, MS_MOVE = 1, 32, 8192
-
-TABLE = "/proc/self/mountinfo"
 
 STAGE = b"/.jail"
 """An empty directory of the container, made by its first jail; no jail shows it."""
@@ -45,29 +44,6 @@ FLAGS = {
     "nodiratime": 2048,
     "relatime": 1 << 21,
 }
-
-
-class Mount(NamedTuple):
-    """One line of the table of mounts."""
-
-    place: str
-    options: List[str]
-    kind: str
-
-
-def mounts() -> List[Mount]:
-    """Return what is mounted in this namespace, parents first."""
-    found = []
-    with open(TABLE, "rb") as file:
-        for line in file.read().decode("utf-8", "surrogateescape").splitlines():
-            before, _, after = line.partition(" - ")
-            fields = before.split(" ")
-            place = fields[4]
-            if "\\" in place:
-                raw = place.encode("utf-8", "surrogateescape").decode("unicode_escape").encode("latin-1")
-                place = os.fsdecode(raw)
-            found.append(Mount(place, fields[5].split(","), after.split(" ")[0]))
-    return found
 
 
 def enter(args: Mapping[str, Any], directory: Optional[str], channel: socket.socket) -> Dict[str, int]:
@@ -130,7 +106,7 @@ def _own_id(number: int) -> int:
 def build_root(limits: Mapping[str, Any], directory: Optional[str]) -> Dict[str, int]:
     """Mount a layer over the container's root file system, and make it the root of this mount namespace."""
     old_mask = os.umask(0)
-    there = mounts()
+    there = table()
     jail.mount(b"none", b"/", b"", jail.MS_REC | jail.MS_PRIVATE)
     stage = hidden = STAGE
     if directory is not None:

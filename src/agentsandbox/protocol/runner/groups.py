@@ -13,7 +13,7 @@ import os
 import time
 from typing import Any, Dict, List, Mapping, Optional
 
-from . import cell, jail
+from . import cell, jail, mounts
 
 LIMITS = {"cpu": "cpu.shares", "pids": "pids.max", "memory": "memory.limit_in_bytes"}
 
@@ -84,7 +84,7 @@ def make(name: str, limits: Mapping[str, Optional[int]]) -> Optional[Group]:
 
     """
     places: Dict[str, str] = {}
-    for mount in cell.mounts():
+    for mount in mounts.table():
         kind = mount.place.rpartition("/")[2].partition(",")[0]
         if mount.kind != "cgroup" or limits.get(kind) is None:
             continue

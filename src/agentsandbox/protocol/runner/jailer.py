@@ -22,8 +22,8 @@ import sys
 from typing import Any, Dict, List, Mapping, Optional
 
 from . import cell, groups, jail, sieve, users
-from .attached import environment
 from .loop import serve
+from .place import environment
 
 SURVIVED = 5.0
 """Seconds in which the memory and the files of a dead jail must be gone."""

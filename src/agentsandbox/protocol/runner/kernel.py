@@ -26,6 +26,18 @@ SIGNAL_INFO = struct.Struct("=IiiI")
 NAMESPACES = ("cgroup", "ipc", "mnt", "net", "pid", "user", "uts")
 
 
+def read_up_to(fd: int, limit: int) -> bytes:
+    """Read to the end, or until there is as much as the limit."""
+    chunks, size = [], 0
+    while size < limit:
+        chunk = os.read(fd, 65536)
+        if not chunk:
+            break
+        chunks.append(chunk)
+        size += len(chunk)
+    return b"".join(chunks)
+
+
 def last_error() -> int:
     """Return the error number of the last call to the C library."""
     return 0 if _libc is None else ctypes.get_errno()

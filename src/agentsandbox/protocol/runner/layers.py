@@ -15,10 +15,10 @@ import shutil
 import stat
 from typing import Any, Dict, List, Optional, Sequence, Set, Tuple
 
+from . import mounts
+
 MASKS = "/masks"
 """Where these layers are. Not reachable from a sandbox."""
-
-MOUNTS = "/proc/self/mountinfo"
 
 MAX_ACCOUNTS = 4 * 1024 * 1024
 """Account files of an image are read up to this size, in bytes."""
@@ -107,9 +107,7 @@ def _open_to_all(mode: int) -> bool:
 
 
 def _mounted_below(source: str) -> bool:
-    with open(MOUNTS, "rb") as file:
-        places = [line.split()[4] for line in file]
-    return any(place.startswith(os.fsencode(source) + b"/") for place in places)
+    return any(mount.place.startswith(source + "/") for mount in mounts.table())
 
 
 def _write(path: Optional[str], mode: int, text: str) -> None:

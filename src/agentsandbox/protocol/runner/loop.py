@@ -49,13 +49,14 @@ class Runner:
 
     Args:
         nonce: What a driver must know in order to attach.
-        base_env: The environment of commands.
+        base_env: The environment of commands; ``PATH``, ``HOME``, ``USER`` and ``LOGNAME`` are added where missing.
         workdir: Their working directory.
-        user: Who they run as; ``None`` is the runner's own user.
-        accept: A listening socket for streams beside the first one. With it, the runner outlives its stream.
+        user: Who they run as, by name or id; ``None`` is whoever the runner is.
+        accept: A listening socket for streams beside the first one. With it the runner waits for another driver when
+            its stream ends; without it, it kills everything and returns.
         handed: Whether those who connect to it hand over a stream, as against being one.
         facts: What else a driver is told.
-        uppers: See :class:`.pristine.Vault`.
+        uppers: Where overlays are mounted, and descriptors of their upper directories: see :class:`.pristine.Vault`.
         jails: What keeps a jail: see :func:`.jailer.run`; ``None`` where there are none.
         witness: What every end of a command tells of the place that it shares with others.
 
@@ -67,7 +68,7 @@ class Runner:
         nonce: str,
         base_env: Mapping[str, str],
         workdir: str,
-        user: Union[str, int, None],
+        user: Union[str, int, None] = None,
         accept: Optional[int] = None,
         handed: bool = False,
         facts: Optional[Mapping[str, Any]] = None,
@@ -162,7 +163,7 @@ class Runner:
                 self._watch_stream(stream)
             else:
                 self._detach()
-        self.poller.put_off(self._full())
+        self.poller.put_off(off=self._full())
 
     def _watch_stream(self, stream: Stream) -> None:
         wants = stream.pending > 0
@@ -302,20 +303,7 @@ class Runner:
         self.send(frames.EXIT, command.number, frames.dump(report))
 
 
-def serve(
-    stream: Union[int, Tuple[int, int], Stream, None],
-    *,
-    nonce: str,
-    base_env: Mapping[str, str],
-    workdir: str,
-    user: Union[str, int, None] = None,
-    accept: Optional[int] = None,
-    handed: bool = False,
-    facts: Optional[Mapping[str, Any]] = None,
-    uppers: Optional[Mapping[str, int]] = None,
-    jails: Optional[Callable[[Mapping[str, Any], int], int]] = None,
-    witness: Optional[Callable[[], Dict[str, Any]]] = None,
-) -> int:
+def serve(stream: Union[int, Tuple[int, int], Stream, None], **settings: Any) -> int:
     """
     Run commands for whoever is at the other end of a stream, until it is over.
 
@@ -323,17 +311,7 @@ def serve(
 
     Args:
         stream: A connected socket, or a descriptor to read from and one to write to; ``None`` waits for *accept*.
-        nonce: What a driver must know in order to attach.
-        base_env: The environment of commands; ``PATH``, ``HOME``, ``USER`` and ``LOGNAME`` are added where missing.
-        workdir: Their working directory.
-        user: Who they run as, by name or id; ``None`` is whoever the runner is.
-        accept: A listening socket. With it the runner waits for another driver when its stream ends; without it, it
-            kills everything and returns.
-        handed: Whether those who connect to *accept* hand over a stream, as against being one.
-        facts: What else a driver is told.
-        uppers: Where overlays are mounted, and descriptors of their upper directories.
-        jails: What keeps a jail, where the runner may make some.
-        witness: What every end of a command tells of the place that it shares with others.
+        settings: Those of :class:`Runner`.
 
     Returns:
         What to exit with: 0, or what the driver asked for when it ended the runner.
@@ -344,18 +322,7 @@ def serve(
     ends = (stream, stream) if isinstance(stream, int) else stream
     first = Stream(*ends) if isinstance(ends, tuple) else ends
     try:
-        runner = Runner(
-            nonce=nonce,
-            base_env=base_env,
-            workdir=workdir,
-            user=user,
-            accept=accept,
-            handed=handed,
-            facts=facts,
-            uppers=uppers,
-            jails=jails,
-            witness=witness,
-        )
+        runner = Runner(**settings)
     except (NoUser, StartFailed) as error:
         if first is None:
             raise
@@ -371,27 +338,21 @@ def main(config: Mapping[str, Any]) -> None:
     Serve by configuration, over standard input and output.
 
     Args:
-        config: The arguments of :func:`serve` but the stream; ``"listen"``: a path for a listening socket; ``"stdio"``:
-            whether standard input and output are the first stream (the default); ``"nonce"`` may come by the
-            environment variable ``AGENTSANDBOX_NONCE`` instead, because everybody may read command lines.
+        config: ``nonce``, ``base_env``, ``workdir`` and ``user`` of :class:`Runner`; ``listen``: a path for a listening
+            socket, if more than the first stream may come.
 
     """
-    stream: Optional[Tuple[int, int]] = None
-    if config.get("stdio", True):
-        stream = (fcntl.fcntl(0, fcntl.F_DUPFD_CLOEXEC, 3), fcntl.fcntl(1, fcntl.F_DUPFD_CLOEXEC, 3))
+    stream = (fcntl.fcntl(0, fcntl.F_DUPFD_CLOEXEC, 3), fcntl.fcntl(1, fcntl.F_DUPFD_CLOEXEC, 3))
     null = os.open(os.devnull, os.O_RDWR)
     os.dup2(null, 0)
     os.dup2(null, 1)
-    accept = config.get("accept")
-    if config.get("listen"):
-        accept = listen(config["listen"])
     serve(
         stream,
-        nonce=config.get("nonce") or os.environ["AGENTSANDBOX_NONCE"],
+        nonce=config["nonce"],
         base_env=config.get("base_env") or {},
         workdir=config.get("workdir") or "/",
         user=config.get("user"),
-        accept=accept,
+        accept=listen(config["listen"]) if config.get("listen") else None,
     )
 
 

@@ -12,17 +12,9 @@ from __future__ import annotations
 import hashlib
 import os
 import stat
-from typing import Any, Dict, List
+from typing import Any, Dict, List, Mapping
 
 from . import ports, surroundings
-
-_libc: Any
-try:
-    import ctypes
-
-    _libc = ctypes.CDLL(None, use_errno=True)
-except (ImportError, OSError):
-    _libc = None
 
 SHARED = (b"/dev/shm", b"/dev/mqueue")
 """File systems of the Pod."""
@@ -33,7 +25,8 @@ MOUNTED = ("/etc/hostname", "/etc/hosts", "/etc/resolv.conf")
 FEW = 20
 """So many names of what is left are told."""
 
-IPC_RMID = 0
+UNWANTED = ("KUBERNETES_",)
+"""Beginnings of variables that the cluster adds to the image's own: they differ from Pod to Pod."""
 
 
 def clean() -> Dict[str, Any]:
@@ -48,13 +41,20 @@ def clean() -> Dict[str, Any]:
     if os.getpid() == 1:  # anywhere else these belong to somebody
         for place in SHARED:
             _empty(place, left)
-        for kind in ("shm", "msg", "sem"):
-            for number in _objects(kind):
-                _remove(kind, number)
-            left += ["%s:%d" % (kind, number) for number in _objects(kind)]
+        for kind, present in surroundings.system_v().items():
+            for number in present:
+                surroundings.remove_object(kind, number)
+        left += ["%s:%d" % (kind, number) for kind, present in surroundings.system_v().items() for number in present]
         ports.release()
         left += ["%s:%s" % socket[:2] for socket in surroundings.sockets() if socket[2] == "closing"]
     return {"left": left[:FEW], "files": {path: _digest(path) for path in MOUNTED}}
+
+
+def environment(more: Mapping[str, str]) -> Dict[str, str]:
+    """Return what commands see: the container's own variables and those of the sandbox."""
+    env = {name: value for name, value in os.environ.items() if not name.startswith(UNWANTED)}
+    env.update(more)
+    return env
 
 
 def _empty(place: bytes, left: List[str]) -> None:
@@ -73,26 +73,6 @@ def _empty(place: bytes, left: List[str]) -> None:
                 os.unlink(path)
         except OSError:
             left.append(os.fsdecode(path).encode("utf-8", "replace").decode())
-
-
-def _objects(kind: str) -> List[int]:
-    try:
-        with open("/proc/sysvipc/" + kind) as table:
-            return [int(line.split()[1]) for line in table.readlines()[1:]]
-    except (OSError, ValueError, IndexError):
-        return []
-
-
-def _remove(kind: str, number: int) -> None:
-    if _libc is None:
-        return
-    try:
-        if kind == "sem":
-            _libc.semctl(number, 0, IPC_RMID, None)
-        else:
-            getattr(_libc, kind + "ctl")(number, IPC_RMID, None)
-    except AttributeError:
-        pass
 
 
 def _digest(path: str) -> Any:

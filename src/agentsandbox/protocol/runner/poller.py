@@ -67,7 +67,7 @@ class Poller:
         self._reading = True
         self.watch(self._outputs.fileno(), select.EPOLLIN, turn)
 
-    def put_off(self, off: bool) -> None:  # noqa: FBT001
+    def put_off(self, *, off: bool) -> None:
         """Read no output for a while, or again."""
         if off is self._reading:
             self._reading = not off

@@ -22,8 +22,9 @@ from agentsandbox.protocol import frames
 
 from . import processes, surroundings
 from .around import Around
+from .mounts import by_place
 from .restore import Restorer
-from .scan import MAX_DEPTH, Scanner, Unverifiable, join, mounts, silent_devices, take, tick
+from .scan import MAX_DEPTH, Scanner, Unverifiable, join, silent_devices, take, tick
 from .sealing import ancestors, older_than
 from .storing import Store
 
@@ -139,9 +140,9 @@ def _baseline(path: bytes, args: Dict[str, Any], vault: Vault, answer: Dict[str,
     scope = _roots(wanted)
     excluded = {os.path.realpath(place) for place in args["exclude"]}
     store = Store(COPIES, args["copies"])
-    places = scope + [place for place, mount in mounts().items() if not mount.read_only]
+    places = scope + [place for place, mount in by_place().items() if not mount.read_only]
     mute = silent_devices([place for place in places if os.path.isdir(place)])
-    older = 0 if args.get("whole") or vault.uppers else older_than(mounts()["/"])
+    older = 0 if args.get("whole") or vault.uppers else older_than(by_place()["/"])
     scanner = Scanner(mute, store, older)
     tree, stamps = take(scanner, scope)
     store.flush()

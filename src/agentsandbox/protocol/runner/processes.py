@@ -4,7 +4,10 @@
 from __future__ import annotations
 
 import os
+import sys
 from typing import Dict, Iterable, List, NamedTuple, Optional, Set, Tuple
+
+from .kernel import read_up_to
 
 MARKER = b"AGENTSANDBOX_COMMAND"
 """The environment variable that tells which command a process belongs to, unless it hides it."""
@@ -84,12 +87,7 @@ def children_of_ours() -> Optional[List[int]]:
     except OSError:
         return None
     try:
-        chunks: List[bytes] = []
-        while True:
-            chunk = os.read(fd, 65536)
-            if not chunk:
-                return [int(word) for word in b"".join(chunks).split()]
-            chunks.append(chunk)
+        return [int(word) for word in read_up_to(fd, sys.maxsize).split()]
     except (OSError, ValueError):
         return None
     finally:
@@ -174,14 +172,7 @@ def _content(pid: int, name: str, limit: int) -> bytes:
     except OSError:
         return b""
     try:
-        chunks, size = [], 0
-        while size < limit:
-            chunk = os.read(fd, 65536)
-            if not chunk:
-                break
-            chunks.append(chunk)
-            size += len(chunk)
-        return b"".join(chunks)
+        return read_up_to(fd, limit)
     except OSError:
         return b""
     finally:

@@ -17,8 +17,9 @@ import stat
 import struct
 import time
 from operator import itemgetter
-from typing import Any, Callable, Dict, Iterator, List, NamedTuple, Optional, Set, Tuple
+from typing import Any, Callable, Dict, Iterator, List, Optional, Set, Tuple
 
+from .mounts import by_place
 from .sealing import Sealed
 from .storing import CHUNK, Store
 
@@ -65,31 +66,8 @@ pack_directory = struct.Struct("=qqQQQ").pack
 pack_file = struct.Struct("=QQqqQQQQQ").pack
 
 
-class Mount(NamedTuple):
-    """A mount as far as it matters."""
-
-    type: str
-    read_only: bool
-    options: str = ""
-
-
 class Unverifiable(Exception):
     """Something is as it cannot be compared or restored; the text says what."""
-
-
-def mounts() -> Dict[str, Mount]:
-    """Return what is mounted, by place; the last one where several are on top of each other."""
-    found = {}
-    with open("/proc/self/mountinfo", "rb") as file:
-        for line in file:
-            before, _, after = line.partition(b" - ")
-            fields, kind = before.split(b" "), after.split(b" ")
-            place = fields[4]
-            for escape, character in ((b"\\040", b" "), (b"\\011", b"\t"), (b"\\012", b"\n"), (b"\\134", b"\\")):
-                place = place.replace(escape, character)
-            read_only = b"ro" in fields[5].split(b",") or b"ro" in kind[2].strip().split(b",")
-            found[os.fsdecode(place)] = Mount(os.fsdecode(kind[0]), read_only, os.fsdecode(kind[2].strip()))
-    return found
 
 
 def stamp(status: os.stat_result) -> Stamp:
@@ -208,7 +186,7 @@ class Scanner:
         self.files = 0
         self.hashed = 0
         self.newest = 0
-        self.mounts = mounts()
+        self.mounts = by_place()
         self._over = {os.path.dirname(place) for place in self.mounts}
         self.sealed = Sealed(older, self.mounts)
         self._groups: Dict[Tuple[int, int], str] = {}
@@ -216,7 +194,7 @@ class Scanner:
     def skipped(self, path: str) -> bool:
         """Whether what is mounted there cannot be changed by an episode, or holds no files."""
         mount = self.mounts.get(path)
-        return mount is not None and (mount.read_only or mount.type in KERNEL_TYPES)
+        return mount is not None and (mount.read_only or mount.kind in KERNEL_TYPES)
 
     def entry(self, name: str, parent: int, path: str, status: os.stat_result) -> Entry:
         """Describe one name, with a copy of its contents if there is a store."""

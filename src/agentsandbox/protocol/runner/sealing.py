@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Collection, Iterable, Set
 from .kernel import _libc as libc
 
 if TYPE_CHECKING:
-    from .scan import Mount
+    from .mounts import Mount
 
 STATX = {"x86_64": 332, "aarch64": 291, "riscv64": 291, "ppc64le": 383, "s390x": 379, "armv7l": 397, "i686": 383}
 AT_FDCWD = -100
@@ -75,7 +75,7 @@ def older_than(root: Mount) -> int:
         The time; 0 if nothing can be concluded from the age of a directory here.
 
     """
-    if root.type != "overlay" or _links_share_copies(root.options.split(",")):
+    if root.kind != "overlay" or _links_share_copies(root.settings):
         return 0
     born = _birth("/")
     if not born:

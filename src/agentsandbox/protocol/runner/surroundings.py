@@ -13,7 +13,8 @@ from typing import Any, Dict, Iterable, List, Optional, Set, Tuple
 from . import ports, processes
 from .kernel import _libc as libc
 from .kernel import last_error
-from .scan import Unverifiable, mounts
+from .mounts import by_place
+from .scan import Unverifiable
 
 KILL_WITHIN = 5.0
 """Seconds in which everything must be dead."""
@@ -171,17 +172,18 @@ def remove_ipc(known: Dict[str, List[int]]) -> List[str]:
                 continue
             removed.append("ipc:%s:%d" % (kind, number))
             with _As(owner):
-                if libc is None:
-                    result = -1
-                elif kind == "shm":
-                    result = libc.shmctl(number, IPC_RMID, None)
-                elif kind == "sem":
-                    result = libc.semctl(number, 0, IPC_RMID)
-                else:
-                    result = libc.msgctl(number, IPC_RMID, None)
-            if result < 0:
+                gone = remove_object(kind, number)
+            if not gone:
                 raise Unverifiable("System V %s %d cannot be removed" % (kind, number))
     return removed
+
+
+def remove_object(kind: str, number: int) -> bool:
+    """Remove a System V object, and say whether that worked."""
+    if not hasattr(libc, kind + "ctl"):
+        return False
+    arguments = (0, IPC_RMID) if kind == "sem" else (IPC_RMID, None)
+    return bool(getattr(libc, kind + "ctl")(number, *arguments) >= 0)
 
 
 class _As:
@@ -272,7 +274,7 @@ def own_state() -> Dict[str, Any]:
         ],
         "oom": "".join(_lines("/proc/self/oom_score_adj")).strip(),
         "host": list(os.uname())[1],
-        "mounts": sorted((path, mount.type, mount.read_only) for path, mount in mounts().items()),
+        "mounts": sorted((path, mount.kind, mount.read_only) for path, mount in by_place().items()),
     }
     if libc is not None:
         state["io"] = _io_priority()

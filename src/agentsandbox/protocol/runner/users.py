@@ -13,6 +13,8 @@ import os
 import stat
 from typing import List, NamedTuple, Optional, Tuple, Union
 
+from .kernel import read_up_to
+
 MAX_FILE = 4 * 1024 * 1024
 """Account files are read up to this size, in bytes: an episode may have written them."""
 
@@ -142,14 +144,7 @@ def _content(path: str) -> Optional[bytes]:
     try:
         if not stat.S_ISREG(os.fstat(fd).st_mode):
             return None
-        chunks, size = [], 0
-        while size < MAX_FILE:
-            chunk = os.read(fd, 65536)
-            if not chunk:
-                break
-            chunks.append(chunk)
-            size += len(chunk)
-        return b"".join(chunks)
+        return read_up_to(fd, MAX_FILE)
     except OSError:
         return None
     finally:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from agentsandbox.rollouts.journal.writer import Writer
     from agentsandbox.rollouts.source import RolloutLease
 
-__all__ = ["BatchJournal", "Progress", "Shelf", "fingerprint"]
+__all__ = ["BatchJournal", "Progress", "Shelf", "fingerprint", "submitted", "take_up"]
 
 _STOPPED = frozenset({FailureKind.CANCELLED, FailureKind.POOL_CLOSED})
 """How an episode ends that its driver stopped: not by anything of its own, so it runs again after a restart."""

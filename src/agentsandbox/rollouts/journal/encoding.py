@@ -68,10 +68,10 @@ def encode(value: object, unknown: Callable[[object], Any] | None = None) -> Any
     return _strange(value) if unknown is None else unknown(value)
 
 
-def _strange(value: object) -> Any:
+def _strange(value: Any) -> Any:
     # What a rollout function keeps beside a reward may be anything, and must never cost the reward.
     try:
-        item = value.item()  # type: ignore[attr-defined]
+        item = value.item()
     except Exception:  # noqa: BLE001 - it is no scalar of an array library
         item = None
     if type(item) in (bool, int, float, str):

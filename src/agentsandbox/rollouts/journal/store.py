@@ -23,7 +23,7 @@ import attrs
 from agentsandbox.errors import ConfigurationError, JournalError
 from agentsandbox.rollouts.journal.encoding import dump
 
-__all__ = ["SCHEMA_VERSION", "Row", "Store", "connect_to_read"]
+__all__ = ["SCHEMA_VERSION", "Row", "Store", "connect_to_read", "translated"]
 
 SCHEMA_VERSION = 1
 """Of what is written; a file of any other version is refused, unless :data:`_MIGRATIONS` knows how to lift it."""

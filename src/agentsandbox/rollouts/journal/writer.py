@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 import anyio
@@ -60,7 +61,7 @@ class Writer:
         rows, durable = self._pending, self._durable
         self._pending, self._durable = [], False
         try:
-            await anyio.to_thread.run_sync(self._write, rows, durable, limiter=self._thread)
+            await anyio.to_thread.run_sync(partial(self.store.append, rows, durable=durable), limiter=self._thread)
         except BaseException:
             self._pending[:0] = rows
             self._durable |= durable
@@ -71,9 +72,6 @@ class Writer:
         finally:
             self._turn = None
             turn.set()
-
-    def _write(self, rows: list[Row], durable: bool) -> None:  # noqa: FBT001 - a thread's target takes no keywords
-        self.store.append(rows, durable=durable)
 
     async def aclose(self) -> None:
         """Write what is left and close the file, whatever comes of the former."""

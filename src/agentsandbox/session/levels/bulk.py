@@ -12,12 +12,14 @@ import anyio
 import attrs
 
 from agentsandbox.errors import InfrastructureError, StreamBroken
-from agentsandbox.session.levels.control import CLOSE, STREAM_ERRORS
+from agentsandbox.session.levels.ending import final
 from agentsandbox.session.levels.scripts import BOOT
+from agentsandbox.session.streams import STREAM_ERRORS, close
 from agentsandbox.transport.exec import STDOUT
 
 if TYPE_CHECKING:
     from agentsandbox.transport.exec import Connect, ExecConnection
+    from agentsandbox.transport.websocket import ExecStatus
 
 __all__ = ["Outcome", "Read", "Take", "passing", "reader", "run"]
 
@@ -68,7 +70,7 @@ async def run(
         timeout: Seconds it may take.
 
     Raises:
-        StreamBroken: If the connection ended without saying how the code did, or time ran out.
+        StreamBroken: If the connection broke, or ended without saying how the code did, or time ran out.
         InfrastructureError: If the connection could not be made.
 
     """
@@ -91,6 +93,7 @@ async def run(
             except Exception as error:  # noqa: BLE001  raised below, without the group around it
                 failures.append(error)
                 scope.cancel()
+                return
 
     async def keep_alive(connection: ExecConnection) -> None:
         with suppress(*STREAM_ERRORS):
@@ -99,6 +102,7 @@ async def run(
                 await connection.keep_alive()
 
     connection: ExecConnection | None = None
+    status: ExecStatus | None = None
     try:
         with anyio.fail_after(timeout):
             connection = await connect([shell, "-c", BOOT, "sh"], stdin=True)
@@ -108,7 +112,8 @@ async def run(
                 while True:
                     try:
                         channel, piece = await connection.receive()
-                    except STREAM_ERRORS:
+                    except STREAM_ERRORS as error:
+                        status = final(connection, error)
                         break
                     if channel != STDOUT:
                         errors += piece[: ERRORS_KEPT - len(errors)]
@@ -125,11 +130,9 @@ async def run(
         raise StreamBroken("silent", f"a transfer took longer than {timeout:g} s") from error
     finally:
         if connection is not None:
-            with anyio.move_on_after(CLOSE, shield=True):
-                await connection.aclose()
+            await close(connection)
     if failures:
         raise failures[0]
-    status = connection.status
     if status is None or status.exit_code is None:
         raise StreamBroken("stream_ended", status.message if status else "the connection of a transfer ended")
     return Outcome(exit_code=status.exit_code, stdout=bytes(kept), stderr=bytes(errors))

@@ -12,8 +12,10 @@ import anyio
 import anyio.lowlevel
 
 from agentsandbox.errors import ConfigurationError, SandboxLost
+from agentsandbox.session.calls import GRACE, KILL_GRACE
 from agentsandbox.session.levels import results
 from agentsandbox.session.levels.call import MAX_WORD, Call, start_code
+from agentsandbox.session.levels.limits import due
 from agentsandbox.session.levels.scripts import quote
 
 if TYPE_CHECKING:
@@ -24,12 +26,6 @@ if TYPE_CHECKING:
     from agentsandbox.session.levels.store import Store
 
 __all__ = ["Commands"]
-
-GRACE = 1.0
-"""Seconds between TERM and KILL when a time limit fires."""
-
-KILL_GRACE = 0.5
-"""The same when the caller was cancelled."""
 
 KILL_LAST = 4.0
 """Seconds in which KILL is repeated before processes count as not to be killed."""
@@ -219,7 +215,7 @@ class Commands:
         async with anyio.create_task_group() as group:
             while True:
                 now = anyio.current_time()
-                due = math.inf
+                next_look = math.inf
                 again, self._looking = self._looking, False
                 for call in list(self._running.values()):
                     if call.began is None or call.done.is_set():
@@ -231,18 +227,18 @@ class Commands:
                     if again or now >= call.looked + self._interval(call):
                         call.looked = now
                         group.start_soon(self._look, call)
-                    due = min(due, call.looked + self._interval(call), self._deadline(call))
+                    next_look = min(next_look, call.looked + self._interval(call), self._deadline(call))
                 self._wakeup = anyio.Event()
-                with anyio.move_on_after(max(0.0, due - anyio.current_time())):
+                with anyio.move_on_after(max(0.0, next_look - anyio.current_time())):
                     await self._wakeup.wait()
 
     def _deadline(self, call: Call) -> float:
         if call.limit is not None or call.began is None:
             return math.inf
-        total = call.command.timeout
-        silent = call.command.no_output_timeout
-        due = math.inf if total is None else call.began + total
-        return due if silent is None or call.pid is None else min(due, call.silent_since + silent)
+        return self._due(call)[0]
+
+    def _due(self, call: Call) -> tuple[float, str]:
+        return due(call.command, call.began or 0.0, None if call.pid is None else call.silent_since)
 
     def _interval(self, call: Call) -> float:
         """Return after how many seconds a command is looked up; its silence is measured that way."""
@@ -253,17 +249,11 @@ class Commands:
     def _check_time(self, call: Call, now: float) -> bool:
         if call.limit is not None or call.began is None:
             return False
-        command = call.command
+        fires, limit = self._due(call)
         if call.outgrown:
             call.limit = "spool"
-        elif command.timeout is not None and now >= call.began + command.timeout:
-            call.limit = "total"
-        elif (
-            command.no_output_timeout is not None
-            and call.pid is not None
-            and now >= call.silent_since + command.no_output_timeout
-        ):
-            call.limit = "no_output"
+        elif now >= fires:
+            call.limit = limit
         return call.limit is not None
 
     async def _look(self, call: Call) -> None:

@@ -13,11 +13,14 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import anyio
-from tenacity import AsyncRetrying, retry_if_exception, stop_after_delay, wait_random_exponential
 
-from agentsandbox.errors import InfrastructureError, ProtocolError, SandboxLost, StreamBroken
+from agentsandbox.errors import ProtocolError, SandboxLost, StreamBroken
 from agentsandbox.session.levels.asking import Ask, Reply
+from agentsandbox.session.levels.ending import ended, final
 from agentsandbox.session.levels.scripts import BOOT, PLACES, PROGRAM, quote
+from agentsandbox.session.loss import told
+from agentsandbox.session.retrying import attempts, pause
+from agentsandbox.session.streams import CLOSE, STREAM_ERRORS, close
 from agentsandbox.transport.exec import STDOUT
 
 if TYPE_CHECKING:
@@ -26,28 +29,21 @@ if TYPE_CHECKING:
     from anyio.abc import TaskStatus
 
     from agentsandbox.transport.exec import Connect, ExecConnection
+    from agentsandbox.transport.websocket import ExecStatus
 
-__all__ = ["STREAM_ERRORS", "Control", "ended"]
+__all__ = ["Control"]
 
 FRUITLESS = 6
 """How many connections in a row may answer nothing, or end over the same request, until the sandbox counts as lost."""
 
-ATTACH_TIME = 60.0
-"""Seconds for which it is tried to make a connection again: an API server takes that long to come back."""
-
 ATTACH_WAIT = 2.0
-"""The longest pause between two of them, in seconds; they begin at a tenth of a second and double."""
-
-CLOSE = 5.0
-"""Seconds that closing may take."""
+"""The longest pause before a connection is made again, in seconds."""
 
 MAX_REPLY = 64 * 1024 * 1024
 """Bytes that an answer may have: nothing asks for so much, so whoever sends it is not the program that we started."""
 
 MAX_LINE = 16 * 1024
 """Bytes of a line on standard error; what is longer is none of ours."""
-
-STREAM_ERRORS = (anyio.EndOfStream, anyio.BrokenResourceError, anyio.ClosedResourceError, OSError)
 
 
 class Control:
@@ -144,7 +140,7 @@ class Control:
             if interrupted >= FRUITLESS:
                 self.lose(StreamBroken("stream_ended", f"{self._why}, {interrupted} times over the same request"))
             elif interrupted > 1:
-                await anyio.sleep(min(0.1 * 2**interrupted, ATTACH_WAIT))
+                await pause(interrupted, ATTACH_WAIT)
 
     def lose(self, error: SandboxLost) -> None:
         """Give the sandbox up: nothing that it says counts any more."""
@@ -159,11 +155,8 @@ class Control:
 
     def loss(self, stdout: bytes = b"", stderr: bytes = b"") -> SandboxLost:
         """Return the exception for a caller whom the loss hit."""
-        lost = self.lost
-        assert lost is not None
-        error = type(lost)(lost.reason, lost.detail, stdout=stdout, stderr=stderr)
-        error.__cause__ = lost.__cause__
-        return error
+        assert self.lost is not None
+        return told(self.lost, stdout, stderr)
 
     async def run(self, *, task_status: TaskStatus[None]) -> None:
         """
@@ -199,16 +192,9 @@ class Control:
         if self._fruitless >= FRUITLESS:
             self.lose(StreamBroken("stream_ended", self._why))
             return None
-        if self._fruitless:
-            await anyio.sleep(min(0.1 * 2**self._fruitless, ATTACH_WAIT))
+        await pause(self._fruitless, ATTACH_WAIT)
         try:
-            async for attempt in AsyncRetrying(
-                stop=stop_after_delay(ATTACH_TIME),
-                wait=wait_random_exponential(multiplier=0.1, max=ATTACH_WAIT),
-                retry=retry_if_exception(_passing),
-                sleep=anyio.sleep,
-                reraise=True,
-            ):
+            async for attempt in attempts(most=None, longest=ATTACH_WAIT):
                 with attempt, anyio.fail_after(self._heartbeat_timeout):
                     return await self.connect([self.shell, "-c", BOOT, "sh"], stdin=True)
         except SandboxLost as error:
@@ -231,6 +217,7 @@ class Control:
         """Use one connection until it ends. What was asked and not answered is for the next one."""
         self._heard = anyio.current_time()
         self._said = b""
+        status: ExecStatus | None = None
         hello = self._hello()
         self._waiting.append(hello)
         try:
@@ -238,19 +225,18 @@ class Control:
                 group.start_soon(self._write, connection, hello)
                 group.start_soon(self._watch, connection, group.cancel_scope)
                 group.start_soon(self._attach, hello, task_status)
-                await self._read(connection)
+                status = await self._read(connection)
                 group.cancel_scope.cancel()
         finally:
             self.attached = False
             self._fail_all()
-            with anyio.move_on_after(CLOSE, shield=True):
-                await connection.aclose()
+            await close(connection)
         self._fruitless = 0 if self._answered > 1 else self._fruitless + 1
         self._answered = 0
         if not self._why:
             self._why = "the connection ended"
-        if status := connection.status:
-            self._why = ended(status.exit_code, status.message)
+        if status is not None:
+            self._why = ended(status)
             if status.exit_code is None and not self.facts:
                 self.lose(SandboxLost("no_shell", status.message))
             elif not self.facts:
@@ -307,7 +293,8 @@ class Control:
             # The reader finds the end of it, after what was still on its way.
             self._why = f"writing failed ({type(error).__name__})"
 
-    async def _read(self, connection: ExecConnection) -> None:
+    async def _read(self, connection: ExecConnection) -> ExecStatus | None:
+        """Take answers until there are no more; return how the shell ended, if it did."""
         buffer = bytearray()
         looked = 0
         while True:
@@ -315,7 +302,7 @@ class Control:
                 channel, data = await connection.receive()
             except STREAM_ERRORS as error:
                 self._why = self._why or f"reading failed ({type(error).__name__})"
-                return
+                return final(connection, error)
             self._heard = anyio.current_time()
             if channel != STDOUT:
                 self._listen(data)
@@ -339,7 +326,7 @@ class Control:
                 violation = SandboxLost("protocol", "an answer without end")
                 violation.__cause__ = ProtocolError("an answer without end")
                 self.lose(violation)
-                return
+                return None
 
     def _listen(self, data: bytes) -> None:
         *lines, self._said = (self._said + data).split(b"\n")
@@ -366,15 +353,3 @@ class Control:
                 self._why = f"no answer to a heartbeat within {self._heartbeat_timeout:g} s"
                 scope.cancel()
                 return
-
-
-def _passing(error: BaseException) -> bool:
-    """Whether to connect once more: yes, unless somebody has seen that the sandbox is gone."""
-    if isinstance(error, InfrastructureError):
-        return error.retryable and not isinstance(error, (SandboxLost, ProtocolError))
-    return isinstance(error, (*STREAM_ERRORS, TimeoutError))
-
-
-def ended(exit_code: int | None, message: str) -> str:
-    """Say how a command of ours ended that should not have."""
-    return message or f"the shell ended with exit code {exit_code}"

@@ -4,9 +4,8 @@
 
 from __future__ import annotations
 
-import inspect
 import signal
-from collections.abc import AsyncIterable, Mapping
+from collections.abc import Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NoReturn
 from urllib.parse import quote_plus
@@ -24,8 +23,12 @@ from agentsandbox.errors import (
 )
 from agentsandbox.models.command import ExecResult, OutputSizes
 from agentsandbox.models.sandbox import ExecLevel
+from agentsandbox.session.calls import OnOutput, Stdin, given, hand, limit_of
+from agentsandbox.session.levels.ending import final
 from agentsandbox.session.levels.exchange import Exchange
 from agentsandbox.session.levels.refusals import start_error
+from agentsandbox.session.loss import told
+from agentsandbox.session.streams import close
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -46,8 +49,6 @@ NO_PROGRAM = "/.agentsandbox/no-such-program"
 
 KILLED = 128 + signal.SIGKILL
 """The exit code of a command that was killed, by whomever."""
-
-Stdin = bytes | bytearray | memoryview | AsyncIterable[bytes]
 
 
 class DirectSession:
@@ -120,7 +121,7 @@ class DirectSession:
         command: Command,
         *,
         stdin: Stdin | None = None,
-        on_output: Callable[[str, bytes], Awaitable[None] | None] | None = None,
+        on_output: OnOutput | None = None,
         on_started: Callable[[], None] | None = None,
         require_complete: bool = False,
     ) -> ExecResult:
@@ -142,9 +143,7 @@ class DirectSession:
         """
         await anyio.lowlevel.checkpoint_if_cancelled()
         argv = self._argv(command)
-        pieces = stdin if isinstance(stdin, AsyncIterable) else None
-        if stdin is not None and pieces is None and not isinstance(stdin, (bytes, bytearray, memoryview)):
-            raise ConfigurationError(f"stdin is bytes or an async iterable of bytes, not {type(stdin).__name__}")
+        whole, pieces = given(stdin)
         exchange = await self._open(command, argv, stdin=stdin is not None, queue=on_output is not None)
         if on_started is not None:
             exchange.on_started = on_started
@@ -152,8 +151,9 @@ class DirectSession:
         try:
             async with anyio.create_task_group() as group:
                 group.start_soon(exchange.run)
-                if stdin is not None:
-                    group.start_soon(exchange.feed, pieces if pieces is not None else bytes(stdin))  # type: ignore[arg-type]
+                source = whole if pieces is None else pieces
+                if source is not None:
+                    group.start_soon(exchange.feed, source)
                 if on_output is not None:
                     await self._follow(exchange, on_output)
                 await exchange.done.wait()
@@ -231,15 +231,13 @@ class DirectSession:
                 try:
                     while True:
                         await connection.receive()
-                except (anyio.EndOfStream, anyio.BrokenResourceError):
-                    pass
+                except (anyio.EndOfStream, anyio.BrokenResourceError) as error:
+                    status = final(connection, error)
                 finally:
-                    with anyio.move_on_after(1, shield=True):
-                        await connection.aclose()
+                    await close(connection, 1.0)
         except TimeoutError as error:
             raise StreamBroken("silent", f"no answer to a ping within {timeout:g} s") from error
         self._ends_stdin = connection.protocol.startswith("v5.")
-        status = connection.status
         if status is None or (status.exit_code is None and start_error(status, NO_PROGRAM) is None):
             raise StreamBroken("exec_failed", status.message if status else "the connection ended without a status")
         return anyio.current_time() - begin
@@ -307,12 +305,10 @@ class DirectSession:
         self._running.add(exchange)
         return exchange
 
-    async def _follow(self, exchange: Exchange, on_output: Callable[[str, bytes], Awaitable[None] | None]) -> None:
+    async def _follow(self, exchange: Exchange, on_output: OnOutput) -> None:
         try:
             while piece := await exchange.next_piece():
-                pending = on_output(*piece)
-                if inspect.isawaitable(pending):
-                    await pending
+                await hand(on_output, *piece)
         except Exception as error:  # noqa: BLE001  the caller's, and passed on to it without the group around it
             exchange.fail(error)
 
@@ -322,13 +318,13 @@ class DirectSession:
         sizes = OutputSizes(stdout=stdout.size, stderr=stderr.size)
         kept = stdout.take(), stderr.take()
         if exchange.limit is not None:
-            seconds = command.timeout if exchange.limit == "total" else command.no_output_timeout
+            seconds = limit_of(command, exchange.limit)
             what = "no output for" if exchange.limit == "no_output" else "ran longer than"
             self._lose(
                 SandboxLost("unkillable", f"a command {what} {seconds:g} s; without a shell it cannot be killed")
             )
             raise self._loss(*kept)
-        status = exchange.connection.status
+        status = exchange.status
         if status is None:
             self._lose(StreamBroken("stream_ended", "the connection of a command ended without its exit code"))
             raise self._loss(*kept)
@@ -370,4 +366,4 @@ class DirectSession:
 
     def _loss(self, stdout: bytes = b"", stderr: bytes = b"") -> SandboxLost:
         assert self._lost is not None
-        return type(self._lost)(self._lost.reason, self._lost.detail, stdout=stdout, stderr=stderr)
+        return told(self._lost, stdout, stderr)

@@ -3,16 +3,17 @@
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import AsyncIterable
 from typing import TYPE_CHECKING
 
 import anyio
 
-from agentsandbox.session.levels.control import CLOSE, STREAM_ERRORS
-from agentsandbox.session.levels.process import closing
+from agentsandbox.session.levels.bulk import PIECE
+from agentsandbox.session.levels.ending import final
+from agentsandbox.session.levels.limits import due
 from agentsandbox.session.output import HeadTail
+from agentsandbox.session.streams import STREAM_ERRORS, close, closing
 from agentsandbox.transport.exec import STDERR, STDOUT
 
 if TYPE_CHECKING:
@@ -20,11 +21,9 @@ if TYPE_CHECKING:
 
     from agentsandbox.models.command import Command
     from agentsandbox.transport.exec import ExecConnection
+    from agentsandbox.transport.websocket import ExecStatus
 
 __all__ = ["Exchange"]
-
-PIECE = 256 * 1024
-"""Bytes of standard input sent at a time."""
 
 MAX_QUEUED = 32 * 1024 * 1024
 """Bytes of output that may wait for a slow callback; then the connection is not read any further."""
@@ -49,6 +48,8 @@ class Exchange:
         self.kept = HeadTail(command.output_limit), HeadTail(command.output_limit)
         self.done = anyio.Event()
         """Set when nothing more will come, or nobody waits any longer."""
+        self.status: ExecStatus | None = None
+        """How the command ended, once all that it wrote has arrived."""
         self.limit: str | None = None
         """Which time limit fired."""
         self.on_started: Callable[[], None] | None = None
@@ -117,14 +118,14 @@ class Exchange:
 
     async def aclose(self) -> None:
         """Close the connection, with its handshake."""
-        with anyio.move_on_after(CLOSE, shield=True):
-            await self.connection.aclose()
+        await close(self.connection)
 
     async def _read(self) -> None:
         while not self.done.is_set():
             try:
                 channel, data = await self.connection.receive()
-            except STREAM_ERRORS:
+            except STREAM_ERRORS as error:
+                self.status = final(self.connection, error)
                 break
             self._heard = anyio.current_time()
             self.started()
@@ -138,22 +139,14 @@ class Exchange:
         self._finish()
 
     async def _clock(self) -> None:
-        total, silent = self._command.timeout, self._command.no_output_timeout
         while not self.done.is_set():
             now = anyio.current_time()
-            if total is not None and now >= self._began + total:
-                self.limit = "total"
-            elif silent is not None and now >= self._heard + silent:
-                self.limit = "no_output"
-            if self.limit is not None:
+            fires, limit = due(self._command, self._began, self._heard)
+            if now >= fires:
+                self.limit = limit
                 self._finish()
                 return
-            due = min(
-                math.inf if total is None else self._began + total,
-                math.inf if silent is None else self._heard + silent,
-                now + self._keep_alive,
-            )
-            await anyio.sleep(due - now)
+            await anyio.sleep(min(fires, now + self._keep_alive) - now)
             if anyio.current_time() >= now + self._keep_alive:
                 try:
                     await self.connection.keep_alive()

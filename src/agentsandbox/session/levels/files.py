@@ -4,10 +4,8 @@
 from __future__ import annotations
 
 import errno
-import hashlib
 import os
 import secrets
-import stat
 import tarfile
 import tempfile
 from pathlib import Path
@@ -17,18 +15,15 @@ import anyio
 
 from agentsandbox.errors import ConfigurationError, OutputLimitExceeded, SandboxLost, StreamBroken
 from agentsandbox.protocol import archives
-from agentsandbox.session.files import in_thread
+from agentsandbox.session.files import in_thread, sha256
 from agentsandbox.session.levels.scripts import FUNCTIONS, quote
 from agentsandbox.session.levels.store import TRANSFER
-from agentsandbox.session.trees import MODES
+from agentsandbox.session.trees import MODES, TIMEOUT, directory
 
 if TYPE_CHECKING:
     from agentsandbox.session.levels.commands import Commands
 
 __all__ = ["download_dir", "read_file", "upload_dir", "write_file"]
-
-TREE_TIMEOUT = 3600.0
-"""Seconds that copying a directory may take."""
 
 SHORT = 256 * 1024
 """Bytes of a file that is sent over the connection for requests; others wait meanwhile."""
@@ -88,7 +83,7 @@ async def read_file(commands: Commands, path: str, *, limit: int | None) -> byte
 async def write_file(commands: Commands, path: str, data: bytes, *, mode: int | None) -> None:
     """Write a file; see :meth:`agentsandbox.session.Session.write_file`."""
     target = _absolute(commands, path)
-    digest = await in_thread(_sha256, data) if len(data) > SHORT else _sha256(data)
+    digest = await sha256(data)
     permissions = "''" if mode is None else f"{mode & 0o7777:o}"
     for _ in range(3):
         words = f"{quote(target)} {secrets.token_hex(8)} {len(data)} {digest} {permissions}"
@@ -110,9 +105,7 @@ async def write_file(commands: Commands, path: str, data: bytes, *, mode: int | 
 
 async def upload_dir(commands: Commands, source: Path, target: str) -> None:
     """Copy a directory into the sandbox; see :meth:`agentsandbox.session.Session.upload_dir`."""
-    source = Path(source)
-    if not stat.S_ISDIR((await in_thread(source.stat)).st_mode):
-        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(source))
+    source = await directory(source)
     _needs_tar(commands)
     where = quote(_absolute(commands, target))
     with tempfile.TemporaryFile(buffering=0) as file:
@@ -126,7 +119,7 @@ async def upload_dir(commands: Commands, source: Path, target: str) -> None:
         )
         for _ in range(3):
             file.seek(0)
-            outcome = await commands.store.transfer_file(code, file, timeout=TREE_TIMEOUT)
+            outcome = await commands.store.transfer_file(code, file, timeout=TIMEOUT)
             if outcome is not None:
                 break
         else:
@@ -164,7 +157,7 @@ async def download_dir(commands: Commands, source: str, target: Path) -> None:
                 await in_thread(file.write, data)
 
             try:
-                outcome = await commands.store.transfer(code, take=take, timeout=TREE_TIMEOUT)
+                outcome = await commands.store.transfer(code, take=take, timeout=TIMEOUT)
             except StreamBroken:
                 if commands.control.lost is not None:
                     raise
@@ -203,7 +196,3 @@ def _damaged(commands: Commands, detail: str) -> SandboxLost:
     """Return the error for data that was lost on the way, and trust the session no more."""
     commands.control.lose(StreamBroken("damaged", detail))
     return commands.control.loss()
-
-
-def _sha256(data: bytes) -> str:
-    return hashlib.sha256(data).hexdigest()

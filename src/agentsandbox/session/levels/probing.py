@@ -10,8 +10,9 @@ import attrs
 
 from agentsandbox.errors import SandboxLost, StreamBroken
 from agentsandbox.models.sandbox import ExecLevel
-from agentsandbox.session.levels.control import CLOSE, STREAM_ERRORS
+from agentsandbox.session.levels.ending import final
 from agentsandbox.session.levels.refusals import start_error
+from agentsandbox.session.streams import STREAM_ERRORS, close
 from agentsandbox.transport.exec import STDOUT
 
 if TYPE_CHECKING:
@@ -107,18 +108,17 @@ def _probed(facts: dict[str, list[str]], shell: str) -> Probed:
 async def _ask(connect: Connect, argv: Sequence[str]) -> dict[str, list[str]] | None:
     """Run a command that prints facts; ``None`` if there is no such program, or it is none that works."""
     output = bytearray()
+    status: ExecStatus | None
     connection = await connect(argv)
     try:
         while True:
             channel, data = await connection.receive()
             if channel == STDOUT:
                 output += data
-    except STREAM_ERRORS:
-        pass
+    except STREAM_ERRORS as error:
+        status = final(connection, error)
     finally:
-        with anyio.move_on_after(CLOSE, shield=True):
-            await connection.aclose()
-    status: ExecStatus | None = connection.status
+        await close(connection)
     if status is None:
         raise StreamBroken("stream_ended", "the connection ended without a status")
     if status.exit_code is None:

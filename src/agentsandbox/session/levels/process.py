@@ -3,26 +3,23 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
-from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING
 
 import anyio
 import anyio.lowlevel
 
 from agentsandbox.errors import SandboxLost
-from agentsandbox.session.levels.control import CLOSE
 from agentsandbox.session.levels.results import outcome
+from agentsandbox.session.process import Closing, Pieces
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable
-    from types import TracebackType
+    from collections.abc import Awaitable, Callable
 
     from agentsandbox.models.command import ExecResult
     from agentsandbox.session.levels.call import Call
     from agentsandbox.session.levels.commands import Commands
 
-__all__ = ["Feed", "ShellInput", "ShellOutput", "ShellProcess", "Tail", "closing"]
+__all__ = ["Feed", "ShellInput", "ShellOutput", "ShellProcess", "Tail"]
 
 CHUNK = 1024 * 1024
 """Bytes of standard input in one file."""
@@ -31,7 +28,7 @@ AHEAD = 4
 """Files of standard input that may wait for being read."""
 
 FIRST_POLL, LAST_POLL = 0.01, 0.2
-"""Seconds between two looks: the shortest and the longest."""
+"""Seconds between two looks: the shortest, after something came, and the longest."""
 
 
 class Tail:
@@ -60,17 +57,6 @@ class Tail:
     async def size(self) -> int:
         """Return how much there is in all."""
         return await self._commands.store.size(self._name)
-
-
-@asynccontextmanager
-async def closing(pieces: AsyncIterable[bytes]) -> AsyncIterator[None]:
-    """Close the caller's generator at the end, also when nobody takes the rest of it: event loops insist on that."""
-    try:
-        yield
-    finally:
-        if isinstance(pieces, AsyncGenerator):
-            with anyio.move_on_after(CLOSE, shield=True):
-                await pieces.aclose()
 
 
 class Feed:
@@ -153,22 +139,13 @@ class ShellInput:
             return
 
 
-class ShellOutput:
+class ShellOutput(Pieces):
     """One output stream of a live command: iterate over it for pieces of bytes."""
 
     def __init__(self, commands: Commands, call: Call, tail: Tail) -> None:
         self._commands = commands
         self._call = call
         self._tail = tail
-
-    def __aiter__(self) -> ShellOutput:
-        return self
-
-    async def __anext__(self) -> bytes:
-        try:
-            return await self.receive()
-        except anyio.EndOfStream:
-            raise StopAsyncIteration from None
 
     async def receive(self) -> bytes:
         """
@@ -193,7 +170,7 @@ class ShellOutput:
             pause = min(pause * 1.5, LAST_POLL)
 
 
-class ShellProcess:
+class ShellProcess(Closing):
     """
     A command with live streams. Use it as an async context manager: leaving it kills what still runs.
 
@@ -265,11 +242,3 @@ class ShellProcess:
                 self._closed = True
                 self._commands.release(self._call)
                 await self._clean(self._call)
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        await self.aclose()

@@ -10,6 +10,7 @@ import anyio
 
 from agentsandbox.errors import CommandTimeout, InfrastructureError, OutputLimitExceeded, SandboxLost, StreamBroken
 from agentsandbox.models.command import ExecResult, OutputSizes, ProcessInfo
+from agentsandbox.session.calls import limit_of
 
 if TYPE_CHECKING:
     from agentsandbox.session.levels.call import Call
@@ -58,9 +59,9 @@ async def outcome(
         kept, sizes = await _output(store, call)
     elapsed = record.wall if record else 0.0
     if call.limit in ("total", "no_output"):
-        seconds = command.timeout if call.limit == "total" else command.no_output_timeout
+        seconds = limit_of(command, call.limit)
         # Clocks differ, and the sandbox's has but hundredths: a limit that fired had passed.
-        raise CommandTimeout(call.limit, seconds or 0.0, max(elapsed, seconds or 0.0), *kept)
+        raise CommandTimeout(call.limit, seconds, max(elapsed, seconds), *kept)
     if call.limit == "spool":
         raise OutputLimitExceeded(SPOOL_LIMIT)
     if record is None:

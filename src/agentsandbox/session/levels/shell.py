@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import AsyncIterable, Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
@@ -13,16 +12,18 @@ import anyio.lowlevel
 
 from agentsandbox.errors import ConfigurationError, OutputLimitExceeded, SandboxLost, StreamBroken
 from agentsandbox.models.sandbox import ExecLevel
+from agentsandbox.session.calls import OnOutput, Stdin, given, hand
 from agentsandbox.session.levels import files
 from agentsandbox.session.levels.commands import Commands
 from agentsandbox.session.levels.control import Control
-from agentsandbox.session.levels.process import Feed, ShellProcess, Tail, closing
+from agentsandbox.session.levels.process import FIRST_POLL, LAST_POLL, Feed, ShellProcess, Tail
 from agentsandbox.session.levels.results import outcome
 from agentsandbox.session.levels.store import Store
 from agentsandbox.session.output import HeadTail
+from agentsandbox.session.streams import closing
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
+    from collections.abc import Callable
     from pathlib import Path
 
     from anyio.abc import TaskStatus
@@ -38,12 +39,6 @@ CLEAN_AFTER = 16
 
 LARGE = 1024 * 1024
 """Bytes of output that are removed at once."""
-
-FIRST_POLL, LAST_POLL = 0.01, 0.2
-"""Seconds between two looks for new output: the shortest, after some came, and the longest."""
-
-Stdin = bytes | bytearray | memoryview | AsyncIterable[bytes]
-OnOutput = "Callable[[str, bytes], Awaitable[None] | None]"
 
 
 class ShellSession:
@@ -141,7 +136,7 @@ class ShellSession:
         command: Command,
         *,
         stdin: Stdin | None = None,
-        on_output: Callable[[str, bytes], Awaitable[None] | None] | None = None,
+        on_output: OnOutput | None = None,
         on_started: Callable[[], None] | None = None,
         require_complete: bool = False,
     ) -> ExecResult:
@@ -160,10 +155,7 @@ class ShellSession:
 
         """
         await anyio.lowlevel.checkpoint_if_cancelled()
-        whole = bytes(stdin) if isinstance(stdin, (bytes, bytearray, memoryview)) else None
-        pieces = stdin if isinstance(stdin, AsyncIterable) else None
-        if stdin is not None and whole is None and pieces is None:
-            raise ConfigurationError(f"stdin is bytes or an async iterable of bytes, not {type(stdin).__name__}")
+        whole, pieces = given(stdin)
         call = self._commands.register(command, on_started)
         size = 0
         heads: tuple[HeadTail, HeadTail] | None = None
@@ -231,7 +223,11 @@ class ShellSession:
         return ShellProcess(self._commands, call, self._clean)
 
     async def _feed_and_follow(
-        self, call: Call, pieces: AsyncIterable[bytes], heads: tuple[HeadTail, HeadTail] | None, on_output: Any
+        self,
+        call: Call,
+        pieces: AsyncIterable[bytes],
+        heads: tuple[HeadTail, HeadTail] | None,
+        on_output: OnOutput | None,
     ) -> None:
         feed = Feed(self._commands, call)
 
@@ -251,7 +247,7 @@ class ShellSession:
         async with anyio.create_task_group() as group:
             group.start_soon(send)
             try:
-                if heads is not None:
+                if heads is not None and on_output is not None:
                     await self._follow(call, heads, on_output)
                 else:
                     await self._commands.wait(call)
@@ -261,7 +257,7 @@ class ShellSession:
         if failure is not None:
             raise failure
 
-    async def _follow(self, call: Call, heads: tuple[HeadTail, HeadTail], on_output: Any) -> None:
+    async def _follow(self, call: Call, heads: tuple[HeadTail, HeadTail], on_output: OnOutput) -> None:
         """Hand output to the callback as it comes, in the caller's task, until there is no more."""
         tails = [Tail(self._commands, call, name) for name in ("out", "err")]
         pause = FIRST_POLL
@@ -272,9 +268,7 @@ class ShellSession:
                 while data := await tail.read():
                     some = True
                     head.append(data)
-                    pending = on_output(name, data)
-                    if inspect.isawaitable(pending):
-                        await pending
+                    await hand(on_output, name, data)
                     if not done:
                         break
             if done:

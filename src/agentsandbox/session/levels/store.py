@@ -12,6 +12,7 @@ from agentsandbox.errors import InfrastructureError, SandboxLost, StreamBroken
 from agentsandbox.session.files import in_thread
 from agentsandbox.session.levels import bulk
 from agentsandbox.session.levels.scripts import quote
+from agentsandbox.session.output import halves
 
 if TYPE_CHECKING:
     from agentsandbox.session.levels.asking import Reply
@@ -69,8 +70,8 @@ class Store:
         size = await self.size(name)
         if size <= limit:
             return await self.read_range(name, 0, size), size
-        tail = limit // 2
-        return await self.read_range(name, 0, limit - tail) + await self.read_range(name, size - tail, tail), size
+        head, tail = halves(limit)
+        return await self.read_range(name, 0, head) + await self.read_range(name, size - tail, tail), size
 
     async def size(self, name: str) -> int:
         """Return the size of a file of ours; 0 if it is not there."""

@@ -3,7 +3,8 @@
 The custom resources of the agent-sandbox controller, and what it does about them.
 
 Also what it tells nobody: it starts cold where no warm one is ready, refills a pool as soon as a claim has taken from
-it, makes another Pod of the same name where one has vanished, and points Pods at public resolvers.
+it, makes another Pod of the same name where one has vanished, points Pods at public resolvers, and makes a network
+policy for every template that does not refuse one.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import anyio.abc
 
 from agentsandbox.testing.cluster import podspec
 from agentsandbox.testing.cluster.replies import Json, Refusal
+from agentsandbox.testing.cluster.sandbox_policies import keep_policy
 from agentsandbox.testing.cluster.store import Resource
 
 if TYPE_CHECKING:
@@ -67,6 +69,8 @@ class AgentSandbox:
             self._store.register(kind)
         self._sandboxes, self._templates, self._pools, self._claims = KINDS
         self._pods = self._store.resource("pods")
+        self._refusals: list[tuple[str, str]] = []
+        self._refused: dict[str, tuple[str, str]] = {}
         self._dirty: dict[tuple[Resource, str, str], None] = {}
         self._wake = anyio.Event()
         self._group: anyio.abc.TaskGroup | None = None
@@ -75,10 +79,15 @@ class AgentSandbox:
         counts = ", ".join(f"{self._store.count(kind)} {kind.plural}" for kind in KINDS)
         return f"<AgentSandbox [{counts}]>"
 
+    def refuse(self, reason: str, message: str = "") -> None:
+        """Answer the next claim that has no Sandbox yet with a reason for not being ready, for ever."""
+        self._refusals.append((reason, message))
+
     async def run(self, *, task_status: anyio.abc.TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
         """Look after everything until cancelled."""
         unsubscribes = [self._store.subscribe(kind, self._hear) for kind in (*KINDS, self._pods)]
         acts = {self._sandboxes: self._sandbox, self._pools: self._pool, self._claims: self._claim}
+        acts[self._templates] = lambda template: keep_policy(self._cluster, template, name_hash(template.name))
         try:
             task_status.started()
             async with anyio.create_task_group() as self._group:
@@ -279,6 +288,11 @@ class AgentSandbox:
             self._cluster.delete(claim, None)
 
     def _assign(self, claim: Stored) -> None:
+        if self._refusals and claim.uid not in self._refused:
+            self._refused[claim.uid] = self._refusals.pop(0)
+        if claim.uid in self._refused:
+            self._answer(claim, ("False", *self._refused[claim.uid]), {})
+            return
         pool = self._store.find(self._pools, claim.namespace, self._pool_of(claim))
         if pool is None:
             words = f'SandboxWarmPool "{self._pool_of(claim)}" not found'

@@ -27,6 +27,7 @@ from agentsandbox.testing.cluster.jobs import Jobs
 from agentsandbox.testing.cluster.kubelet import Kubelet
 from agentsandbox.testing.cluster.network import PLUGINS, Network
 from agentsandbox.testing.cluster.peers import Answer, well
+from agentsandbox.testing.cluster.recording import Recorder
 from agentsandbox.testing.cluster.removal import Removal
 from agentsandbox.testing.cluster.rest import Rest
 from agentsandbox.testing.cluster.scheduler import NodeSpec
@@ -129,7 +130,7 @@ class FakeCluster(AsyncContextManagerMixin):
         self._tls = tls
         self._context: ssl.SSLContext | None = None
         self._authority = ""
-        self._events = events
+        self.recorder = Recorder(self.store, self.clock, keeps=events)
 
     def __repr__(self) -> str:
         pods = self.store.count(self.kubelet.pods)
@@ -238,16 +239,7 @@ class FakeCluster(AsyncContextManagerMixin):
 
     def event(self, about: Json, kind: str, reason: str, message: str, *, component: str = "kubelet") -> None:
         """Tell something of an object, as an Event."""
-        if not self._events:
-            return
-        meta, now = about["metadata"], self.clock.stamp()
-        namespace = meta.get("namespace", "default")
-        name = f"{meta['name']}.{self.store.version:016x}"
-        involved = {"kind": about["kind"], "namespace": namespace, "name": meta["name"], "uid": meta["uid"]}
-        event = {"involvedObject": involved, "reason": reason, "message": message, "type": kind, "count": 1}
-        event |= {"source": {"component": component}, "firstTimestamp": now, "lastTimestamp": now}
-        if self.store.find(self.store.resource("events"), namespace, name) is None:
-            self.create("events", {"metadata": {"name": name, "namespace": namespace}, **event})
+        self.recorder.tell(about, kind, reason, message, component=component)
 
     # What can happen.
 

@@ -44,8 +44,8 @@ class Kubelet:
         """Nodes whose kubelet says nothing any more."""
         self.have: dict[str, set[str]] = {}
         """Which images a node has."""
-        self.pulls = 0
-        """How many pulls were begun."""
+        self.fetched: Counter[tuple[str, str]] = Counter()
+        """How many pulls were begun, by node and image."""
         self._used: dict[str, Counter[str]] = {}
         self._group: anyio.abc.TaskGroup | None = None
 

@@ -188,8 +188,30 @@ def validate(pod: Json, *, version: tuple[int, int]) -> None:
             if mount.get("name") not in volumes
         ]
         causes += _rules(field, container, version)
+    causes += _affinity(spec)
     if causes:
         raise invalid("Pod", pod["metadata"]["name"], causes)
+
+
+def _affinity(spec: Json) -> _Causes:
+    """Nodes are named by one field, which has one value."""
+    where = "requiredDuringSchedulingIgnoredDuringExecution"
+    required = ((spec.get("affinity") or {}).get("nodeAffinity") or {}).get(where) or {}
+    where = f"spec.affinity.nodeAffinity.{where}.nodeSelectorTerms"
+    causes: _Causes = []
+    for number, term in enumerate(required.get("nodeSelectorTerms") or ()):
+        for place, one in enumerate(term.get("matchFields") or ()):
+            field, operator, key = f"{where}[{number}].matchFields[{place}]", one.get("operator"), one.get("key")
+            if operator not in ("In", "NotIn"):
+                words = f'Invalid value: "{operator}": not a valid selector operator'
+                causes.append(("FieldValueInvalid", f"{field}.operator", words))
+            elif len(one.get("values") or ()) != 1:
+                words = "must be only one value when `operator` is 'In' or 'NotIn' for node field selector"
+                causes.append(("FieldValueRequired", f"{field}.values", f"Required value: {words}"))
+            if key != "metadata.name":
+                words = f'Invalid value: "{key}": not a valid field selector key'
+                causes.append(("FieldValueInvalid", f"{field}.key", words))
+    return causes
 
 
 def _resources(field: str, resources: Mapping[str, Any]) -> _Causes:

@@ -32,19 +32,28 @@ async def pull(worker: Worker) -> bool:
             words += f' (pod: "{worker.name}_{worker.namespace}({worker.uid})", container: {spec["name"]})'
         elif present and (policy != "Always" or (image is not None and not image.error)):
             kubelet.pulled(worker.node, name)
+            words = f'Container image "{name}" already present on machine and can be accessed by the pod'
+            worker.cluster.event(worker.pod, "Normal", "Pulled", words)
             return True
         else:
-            kubelet.pulls += 1
+            kubelet.fetched[worker.node, name] += 1
             worker.cluster.event(worker.pod, "Normal", "Pulling", f'Pulling image "{name}"')
+            began = anyio.current_time()
             if image is not None and image.pull and await worker.pause(image.pull):
                 return False
             error = "not_found" if image is None else image.error
             if not error:
                 kubelet.pulled(worker.node, name)
+                took = f"{(anyio.current_time() - began) * 1000:.0f}ms"
+                words = f'Successfully pulled image "{name}" in {took} ({took} including waiting). Image size: '
+                worker.cluster.event(worker.pod, "Normal", "Pulled", f"{words}{image.size if image else 0} bytes.")
                 return True
             brief = images.pull_error(name, error)
             _wait_state(worker, "ErrImagePull", brief)
             worker.cluster.event(worker.pod, "Warning", "Failed", f'Failed to pull image "{name}": {brief}')
+            worker.cluster.event(worker.pod, "Warning", "Failed", "Error: ErrImagePull")
+            worker.cluster.event(worker.pod, "Normal", "BackOff", f'Back-off pulling image "{name}"')
+            worker.cluster.event(worker.pod, "Warning", "Failed", "Error: ImagePullBackOff")
             reason, words = "ImagePullBackOff", f'Back-off pulling image "{name}": ErrImagePull: {brief}'
         _wait_state(worker, reason, words)
         failures += 1

@@ -17,6 +17,10 @@ if TYPE_CHECKING:
 __all__ = ["Removal"]
 
 
+OWNED = ("Pod", "Sandbox", "NetworkPolicy")
+"""Kinds whose objects go with their owners."""
+
+
 class Removal:
     """
     Removes objects.
@@ -54,7 +58,7 @@ class Removal:
 
     def _dependents(self, owner: Stored) -> Iterator[Stored]:
         for resource in self._store.resources.values():
-            if resource is self._pods or resource.kind == "Sandbox":
+            if resource.kind in OWNED:
                 for stored in self._store.all(resource, owner.namespace):
                     owners = stored.object["metadata"].get("ownerReferences") or ()
                     if any(one.get("uid") == owner.uid for one in owners):

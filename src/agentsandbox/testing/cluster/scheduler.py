@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 __all__ = ["NodeSpec", "place"]
 
+_REQUIRED = "requiredDuringSchedulingIgnoredDuringExecution"
 _RESOURCES = ("cpu", "memory", "ephemeral-storage")
 
 
@@ -83,11 +84,11 @@ def place(pod: Json, nodes: Iterable[Json], used: Mapping[str, Counter[str]]) ->
     """
     reasons: Counter[str] = Counter()
     fit: list[tuple[int, int, str]] = []
-    total = 0
+    total, only = 0, _named(pod)
     for order, node in enumerate(nodes):
         total += 1
         name = node["metadata"]["name"]
-        found = list(_obstacles(pod, node, used.get(name) or Counter()))
+        found = list(_obstacles(pod, node, used.get(name) or Counter(), only))
         if found:
             reasons.update(found)
         else:
@@ -99,8 +100,48 @@ def place(pod: Json, nodes: Iterable[Json], used: Mapping[str, Counter[str]]) ->
     return None, f"0/{total} nodes are available: {texts}. no new claims to deallocate, {helpless}"
 
 
-def _obstacles(pod: Json, node: Json, used: Counter[str]) -> Iterable[str]:
+def _named(pod: Json) -> set[str] | None:
+    """Return the nodes of which each term of a Pod's affinity names one; ``None`` if some term names none."""
+    found: set[str] = set()
+    for term in (terms := _terms(pod)):
+        names = [set(field["values"]) for field in term.get("matchFields") or () if field["operator"] == "In"]
+        if not names:
+            return None
+        found |= set.intersection(*names)
+    return found if terms else None
+
+
+def _terms(pod: Json) -> list[Json]:
+    affinity = ((pod["spec"].get("affinity") or {}).get("nodeAffinity") or {}).get(_REQUIRED) or {}
+    return list(affinity.get("nodeSelectorTerms") or ())
+
+
+def _matches(term: Json, node: Json) -> bool:
+    """Return whether a node is as a term asks; one that asks for nothing matches none."""
+    labels = node["metadata"].get("labels") or {}
+    asked = [(one, labels.get(one["key"])) for one in term.get("matchExpressions") or ()]
+    asked += [(one, node["metadata"]["name"]) for one in term.get("matchFields") or ()]
+    return bool(asked) and all(_holds(one, value) for one, value in asked)
+
+
+def _holds(one: Json, value: str | None) -> bool:
+    operator: str = one["operator"]
+    values: list[str] = one.get("values") or []
+    if operator in ("Exists", "DoesNotExist"):
+        return (value is not None) == (operator == "Exists")
+    if operator in ("In", "NotIn"):
+        return (value in values) == (operator == "In")
+    if value is None or not value.isdigit():
+        return False
+    limit = int(values[0])
+    return int(value) > limit if operator == "Gt" else int(value) < limit
+
+
+def _obstacles(pod: Json, node: Json, used: Counter[str], only: set[str] | None) -> Iterable[str]:
     spec = pod["spec"]
+    if only is not None and node["metadata"]["name"] not in only:
+        yield "node(s) didn't satisfy plugin(s) [NodeAffinity]"  # found out before any node is looked at
+        return
     labels = node["metadata"].get("labels") or {}
     taints = list((node.get("spec") or {}).get("taints") or ())
     if (node.get("spec") or {}).get("unschedulable"):
@@ -114,7 +155,9 @@ def _obstacles(pod: Json, node: Json, used: Counter[str]) -> Iterable[str]:
             else:
                 yield f"node(s) had untolerated taint(s) {{{taint['key']}: {taint.get('value', '')}}}"
             return
-    if any(labels.get(key) != value for key, value in (spec.get("nodeSelector") or {}).items()):
+    chosen = all(labels.get(key) == value for key, value in (spec.get("nodeSelector") or {}).items())
+    terms = _terms(pod)
+    if not chosen or (terms and not any(_matches(term, node) for term in terms)):
         yield "node(s) didn't match Pod's node affinity/selector"
         return
     allocatable = (node.get("status") or {}).get("allocatable") or {}

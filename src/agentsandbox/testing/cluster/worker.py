@@ -226,8 +226,8 @@ class Worker:
         view.image, view.image_id = image, images.digest(image)
         self.view.phase = "Running"
         self.tell()
-        name = self.pod["spec"]["containers"][0]["name"]
-        self.cluster.event(self.pod, "Normal", "Started", f"Container started: {name}")
+        self.cluster.event(self.pod, "Normal", "Created", "Container created")
+        self.cluster.event(self.pod, "Normal", "Started", "Container started")
         try:
             async with anyio.create_task_group() as group:
                 heard = anyio.Event()

@@ -11,7 +11,7 @@ import yaml
 
 from agentsandbox import Episode, SandboxPool
 from agentsandbox.backends.agent_sandbox import AgentSandboxBackend
-from agentsandbox.backends.agent_sandbox.roles import ROLE_RULES
+from agentsandbox.backends.agent_sandbox.roles import GIVEN_RULES, ROLE_RULES
 from agentsandbox.backends.kubernetes.roles import role
 from agentsandbox.models.sandbox import SandboxSpec
 from agentsandbox.testing.cluster import FakeCluster
@@ -30,10 +30,14 @@ def anyio_backend():
     return "asyncio"
 
 
-def test_the_page_has_the_role_of_the_code():
+def test_the_page_has_the_roles_of_the_code():
     """Word for word."""
-    (block,) = re.findall(r"^```yaml\n(.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL)
-    assert role("agentsandbox-claims", ROLE_RULES, namespace="rollouts") == yaml.safe_load(block)
+    blocks = re.findall(r"^```yaml\n(.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL)
+    expected = [
+        role(name, rules, namespace="rollouts")
+        for name, rules in (("agentsandbox-claims", ROLE_RULES), ("agentsandbox-given", GIVEN_RULES))
+    ]
+    assert expected == [yaml.safe_load(block) for block in blocks]
 
 
 async def solve(sandbox, episode):

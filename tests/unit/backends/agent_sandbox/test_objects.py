@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import math
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -14,9 +15,12 @@ from agentsandbox.backends.agent_sandbox.objects import (
     EXTENSIONS,
     Launch,
     Verdict,
+    assigned,
     claim,
     claim_state,
+    controller_of,
     launch_of,
+    left_to_live,
     mode_patch,
     object_name,
     path,
@@ -75,7 +79,9 @@ def test_the_name_of_a_template_is_its_run_and_its_whole_content():
 
 def test_a_pool_is_named_like_its_template_and_keeps_nothing():
     """Every step up is ours to take."""
-    pool = warm_pool(made(), run_id=RUN, version="v1beta1", nonce="x" * 16)
+    pool = warm_pool(
+        made()["metadata"]["name"], name=made()["metadata"]["name"], run_id=RUN, version="v1beta1", nonce="x" * 16
+    )
     name = made()["metadata"]["name"]
     assert {"replicas": 0, "sandboxTemplateRef": {"name": name}} == pool["spec"]
     assert (name, "SandboxWarmPool") == (pool["metadata"]["name"], pool["kind"])
@@ -137,6 +143,19 @@ def test_recorded_sandbox_says_how_it_was_started_and_where_it_runs():
     assert (Launch.COLD, "b") == (launch_of({"metadata": {"name": "b"}}), pod_of({"metadata": {"name": "b"}}))
 
 
+def test_a_recorded_claim_says_which_sandbox_it_was_given_before_it_is_ready():
+    """Its annotation comes first, its status with the answer; a claim of nothing has neither."""
+    seen = [assigned(event["object"]) for event in FACTS["claim_watch"]]
+    assert ["", "", "swe-95qgk", "swe-95qgk", "swe-95qgk"] == seen
+    assert ["", ""] == [assigned(FACTS["claim_of_missing_pool"]), assigned({})]
+
+
+def test_who_looks_after_an_object_is_its_controller():
+    """Other owners do not count."""
+    assert "a0b54ce2-5c70-4055-9709-44521910d9f5" == controller_of(FACTS["claimed_pod"])["uid"]
+    assert {} == controller_of({"metadata": {"ownerReferences": [{"uid": "u"}]}}) == controller_of({"metadata": {}})
+
+
 @pytest.mark.parametrize(
     ("reason", "verdict"),
     [
@@ -152,6 +171,7 @@ def test_recorded_sandbox_says_how_it_was_started_and_where_it_runs():
         ("ClaimExpired", Verdict.OVER),
         ("SandboxMissing", Verdict.OVER),
         ("SandboxSuspended", Verdict.OVER),
+        ("MultiplePods", Verdict.OVER),
         ("AdoptionConflict", Verdict.WAIT),
         ("SandboxCreatePending", Verdict.WAIT),
         ("SandboxNotReady", Verdict.WAIT),
@@ -180,3 +200,18 @@ def test_patches_hit_this_very_object():
     """Both carry the UID."""
     assert {"metadata": {"uid": "u"}, "spec": {"replicas": 3}} == replicas_patch("u", 3)
     assert {"metadata": {"uid": "u"}, "spec": {"operatingMode": "Suspended"}} == mode_patch("u", "Suspended")
+
+
+@pytest.mark.parametrize(
+    ("spec", "status", "expected"),
+    [
+        ({"activeDeadlineSeconds": 100}, {"startTime": "2026-01-02T03:04:05Z"}, 70.0),
+        ({"activeDeadlineSeconds": 100}, {}, math.inf),
+        ({}, {"startTime": "2026-01-02T03:04:05Z"}, math.inf),
+    ],
+    ids=["limited", "not started", "without a limit"],
+)
+def test_a_pod_from_a_pool_has_lived_already(spec, status, expected):
+    """Its time runs from its own start and not from the claim."""
+    now = datetime(2026, 1, 2, 3, 4, 35, tzinfo=UTC).timestamp()
+    assert expected == left_to_live({"spec": spec, "status": status}, now)

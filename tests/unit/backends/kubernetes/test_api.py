@@ -208,6 +208,8 @@ async def test_watch_raises_refusals_and_breaks(connected):
     async def handler(request):
         if request.query.get("resourceVersion") == "5":
             return web.json_response(status(410, "Expired", "too old resource version: 5 (900)"), status=410)
+        if request.query.get("resourceVersion") == "6":
+            return web.json_response(status(403, "Forbidden", "you cannot watch pods"), status=403)
         response = web.StreamResponse()
         await response.prepare(request)
         await response.write(b'{"type":"BOOKMARK"}\n')
@@ -217,6 +219,9 @@ async def test_watch_raises_refusals_and_breaks(connected):
     async with connected(handler) as api:
         async with aclosing(api.watch(PODS, params={"resourceVersion": "5"})) as events:
             with pytest.raises(Conflict, match="too old") as caught:
+                await anext(events)
+        async with aclosing(api.watch(PODS, params={"resourceVersion": "6"})) as events:
+            with pytest.raises(PermissionDenied, match="cannot watch"):
                 await anext(events)
         async with aclosing(api.watch(PODS, params={})) as events:
             assert await anext(events) == {"type": "BOOKMARK"}

@@ -7,7 +7,7 @@ import anyio
 import pytest
 
 from agentsandbox.backends.kubernetes.api import KubernetesApi
-from agentsandbox.backends.kubernetes.nodes import NODES, Nodes, closed
+from agentsandbox.backends.kubernetes.nodes import NODES, Nodes, closed, room, shut_out
 from agentsandbox.errors import PermissionDenied
 from agentsandbox.testing.cluster import FakeCluster
 
@@ -42,6 +42,46 @@ def test_why_a_node_is_closed(given, words) -> None:
     assert closed(given) == words
 
 
+@pytest.mark.parametrize(
+    ("taint", "toleration", "words"),
+    [
+        ({"key": "gpu", "effect": "NoSchedule"}, None, "node n has the taint gpu"),
+        ({"key": "gpu", "effect": "PreferNoSchedule"}, None, ""),
+        ({"key": "gpu", "effect": "NoExecute"}, {"operator": "Exists"}, ""),
+        (
+            {"key": "gpu", "effect": "NoExecute"},
+            {"operator": "Exists", "effect": "NoSchedule"},
+            "node n has the taint gpu",
+        ),
+        ({"key": "gpu", "value": "a", "effect": "NoSchedule"}, {"key": "gpu", "value": "a"}, ""),
+        ({"key": "gpu", "value": "a", "effect": "NoSchedule"}, {"key": "gpu"}, "node n has the taint gpu"),
+        ({"key": "gpu", "effect": "NoSchedule"}, {"key": "cpu", "operator": "Exists"}, "node n has the taint gpu"),
+    ],
+)
+def test_taints_shut_pods_out_that_do_not_bear_them(taint, toleration, words) -> None:
+    """By key, effect and value, as a scheduler compares them; a preference shuts nobody out."""
+    assert words == shut_out(node(taints=[taint]), [toleration] if toleration else [])
+    assert "node n is cordoned" == shut_out(node(unschedulable=True, taints=[taint]), [{"operator": "Exists"}])
+
+
+def test_room_is_what_nobody_asks_for() -> None:
+    """The scarcest resource counts; Pods that are over ask for nothing, and overhead is asked for as well."""
+
+    def pod(phase="Running", overhead="0", **requests):
+        spec = {"overhead": {"cpu": overhead}, "containers": [{"resources": {"requests": requests}}, {}]}
+        return {"spec": spec, "status": {"phase": phase}}
+
+    given = {**node(), "status": {"allocatable": {"cpu": "4", "memory": "8Gi", "pods": "10"}}}
+    small = {"cpu": "500m", "memory": "512Mi"}
+
+    assert 8 == room(given, [], small)
+    assert 5 == room(given, [pod(cpu="1", overhead="250m"), pod("Failed", cpu="3"), pod("Succeeded", cpu="3")], small)
+    assert 2 == room(given, [pod(memory="7Gi")], small)
+    assert 3 == room(given, [pod()] * 7, small)
+    assert 0 == room(given, [pod(cpu="5")], small) == room(given, [], {"example.com/gpu": "1"})
+    assert 110 == room({}, [], {})
+
+
 async def eventually(predicate) -> None:
     """Wait until something is true that a watch tells."""
     with anyio.fail_after(20):
@@ -56,9 +96,11 @@ async def test_nodes_are_watched(tmp_path) -> None:
         api = await KubernetesApi.connect(kubeconfig=cluster.kubeconfig(tmp_path), max_connections=8)
         nodes = Nodes(api)
         kind = cluster.kubelet.nodes
+        heard: list[str] = []
         async with anyio.create_task_group() as group:
-            group.start_soon(nodes.run)
-            await eventually(lambda: repr(nodes) == "<Nodes [2 known, 0 closed]>")
+            await group.start(nodes.run)
+            assert "<Nodes [2 known, 0 closed]>" == repr(nodes)
+            nodes.observers.append(heard.append)
             assert nodes.closed("node1") == nodes.closed("unknown") == nodes.closed(None) == ""
 
             for unschedulable, words in ((True, "node node1 is cordoned"), (False, "")):
@@ -69,6 +111,8 @@ async def test_nodes_are_watched(tmp_path) -> None:
             cluster.store.remove(cluster.store.get(kind, "", "node2"))
             await eventually(lambda: nodes.closed("node2") == "node node2 is gone")
             assert all("images" not in one["status"] for one in nodes._reflector.objects.values())
+            assert ["node1"] == list(nodes.known)
+            assert ["node1", "node1", "node2"] == heard
             group.cancel_scope.cancel()
         await api.aclose()
 

@@ -11,7 +11,7 @@ import anyio
 import pytest
 
 from agentsandbox.backends.kubernetes import KubernetesBackend
-from agentsandbox.backends.kubernetes import pods as pods_module
+from agentsandbox.backends.kubernetes import backend as backend_module
 from agentsandbox.backends.kubernetes import removal as removal_module
 from agentsandbox.errors import (
     ApiUnavailable,
@@ -469,7 +469,7 @@ async def test_a_backend_that_does_not_run_makes_nothing():
 
 async def test_no_server_is_an_error_of_the_control_plane(tmp_path, monkeypatch):
     """A cluster that is not there is named when the backend starts."""
-    monkeypatch.setattr(pods_module, "START_LIMIT", 0.3)
+    monkeypatch.setattr(backend_module, "START_LIMIT", 0.3)
     async with FakeCluster(images={}) as cluster:
         backend = KubernetesBackend(kubeconfig=cluster.kubeconfig(tmp_path))
     with pytest.raises(ApiUnavailable, match="cannot connect"):

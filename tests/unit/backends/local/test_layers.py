@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from agentsandbox.protocol.runner import layers
+from agentsandbox.protocol.runner import layers, mounts
 
 USER = ["sandbox", 1000, "/home/sandbox"]
 
@@ -135,9 +135,9 @@ def test_accounts_that_are_no_file_are_not_read(source: Path) -> None:
 
 def test_what_cannot_be_a_layer_is_copied_or_shown(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With something mounted below it, the directory of accounts is copied without secrets, another is read-only."""
-    mounts = source.parent / "mountinfo"
-    mounts.write_text(f"36 35 98:0 / / rw - ext4 x rw\n37 36 98:0 /x {source}/hosts rw - ext4 x rw\n")
-    monkeypatch.setattr(layers, "MOUNTS", str(mounts))
+    table = source.parent / "mountinfo"
+    table.write_text(f"36 35 98:0 / / rw - ext4 x rw\n37 36 98:0 /x {source}/hosts rw - ext4 x rw\n")
+    monkeypatch.setattr(mounts, "TABLE", str(table))
     mask, plan = built(source, scan=["."], accounts="host")
 
     assert plan == {"overlays": [["/etc", [str(mask)]]], "binds": []}

@@ -23,7 +23,7 @@ from agentsandbox.models.sandbox import SandboxSpec
 pytestmark = pytest.mark.anyio
 
 EXACT = {
-    name: StartModel(median=seconds, p95=seconds, floor=seconds, tail_share=0.0)
+    name: StartModel(median=seconds, p95=seconds, floor=seconds, fails=0.0)
     for name, seconds in (("start", 3.0), ("change", 1.0), ("restart", 1.0), ("stop", 2.0))
 }
 MODEL = ClusterModel(

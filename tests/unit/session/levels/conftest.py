@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Each shell that is on this machine, once."""
+"""Each shell that is on this machine and each event loop, once."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Give tests time. Keep every shell on one loop, and each loop with dash: the two have nothing to do with it."""
+    """Give tests time. Of those that want each shell, keep one loop a shell: the two have nothing to do with it."""
     params = [getattr(getattr(item, "callspec", None), "params", {}) for item in items]
     for item in items:
         if item.path.parent == Path(__file__).parent:
@@ -23,7 +23,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items[:] = [
         item
         for item, param in zip(items, params, strict=True)
-        if param.get("shell", "dash") == "dash" or param.get("anyio_backend") != "trio"
+        if "shell" not in param or (param["shell"] == "dash") == (param.get("anyio_backend") == "trio")
     ]
 
 

@@ -41,6 +41,7 @@ class LocalConnection:
     def __init__(self, process: Process | None, status: ExecStatus | None = None) -> None:
         self.process = process
         self.status = status
+        self._told: ExecStatus | None = None
         self.closed = False
         self.broken = False
         self.sent = 0
@@ -68,7 +69,7 @@ class LocalConnection:
                 group.start_soon(carry, process.stdout, STDOUT)
                 group.start_soon(carry, process.stderr, STDERR)
             code = (await process.wait()).exit_code
-            self.status = ExecStatus(exit_code=code, reason="NonZeroExitCode" if code else "")
+            self._told = ExecStatus(exit_code=code, reason="NonZeroExitCode" if code else "")
         except Exception:  # noqa: BLE001 - the sandbox is gone: no status, and the stream ends
             pass
         finally:
@@ -77,8 +78,9 @@ class LocalConnection:
     async def receive(self) -> tuple[int, bytes]:
         if self.process is None:
             raise anyio.EndOfStream
+        if self.broken:
+            raise anyio.BrokenResourceError
         result: tuple[int, bytes] | None = None
-        ended = False
         async with anyio.create_task_group() as group:
 
             async def watch() -> None:
@@ -86,15 +88,15 @@ class LocalConnection:
                 group.cancel_scope.cancel()
 
             group.start_soon(watch)
-            if not self.broken:
-                try:
-                    result = await self._receive.receive()
-                except anyio.EndOfStream:
-                    ended = True
+            with suppress(anyio.EndOfStream):
+                result = await self._receive.receive()
             group.cancel_scope.cancel()
+        if self.broken:
+            raise anyio.BrokenResourceError
         if result is not None:
             return result
-        raise anyio.EndOfStream if ended else anyio.BrokenResourceError
+        self.status = self._told  # as a server does it: after all that the command wrote
+        raise anyio.EndOfStream
 
     async def send(self, data: bytes) -> None:
         if self.broken or self.process is None:

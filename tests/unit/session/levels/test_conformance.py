@@ -26,12 +26,6 @@ MAY_SKIP = {
 
 
 @pytest.fixture(scope="module")
-def anyio_backend() -> str:
-    """Run on one loop: the tests beside this one run on both."""
-    return "asyncio"
-
-
-@pytest.fixture(scope="module")
 async def source(shell: str, anyio_backend: str) -> AsyncIterator[SandboxClient]:
     """Grant sandboxes to all checks; each gets fresh ones."""
     backend = ShellBackend()

@@ -53,6 +53,7 @@ class Scripted:
         self.kept_alive = 0
         self._pieces = list(pieces)
         self._end = end
+        self.breaks = False
 
     async def receive(self) -> tuple[int, bytes]:
         await anyio.lowlevel.checkpoint()
@@ -61,7 +62,7 @@ class Scripted:
                 await anyio.sleep_forever()
             return self._pieces.pop(0)
         self.status = self._end
-        raise anyio.EndOfStream
+        raise anyio.BrokenResourceError if self.breaks else anyio.EndOfStream
 
     async def send(self, data: bytes) -> None:
         self.sent += data
@@ -90,6 +91,7 @@ class Server:
         self.commands: list[tuple[tuple[str, ...], bool]] = []
         self.connections: list[Scripted] = []
         self.refuse: Exception | None = None
+        self.breaks = False
 
     async def __call__(self, command: Sequence[str], *, stdin: bool = False) -> Any:
         if list(command) == [NO_PROGRAM]:
@@ -98,6 +100,7 @@ class Server:
         if self.refuse is not None:
             raise self.refuse
         self.connections.append(Scripted(self.pieces, self.end, self.protocol))
+        self.connections[-1].breaks = self.breaks
         return self.connections[-1]
 
 
@@ -137,6 +140,17 @@ async def test_p01_no_status_is_no_success() -> None:
         with pytest.raises(StreamBroken):
             await session.exec(Command(command=["prog"]))
         assert len(server.commands) == 1
+
+
+async def test_p01_a_status_on_a_broken_connection_is_no_success() -> None:
+    """What a connection says of its command when it breaks is not believed: output may have been lost on the way."""
+    server = Server()
+    server.pieces, server.breaks = [(1, b"partial")], True
+    async with session_with(server) as session:
+        with pytest.raises(StreamBroken, match="without its exit code") as caught:
+            await session.exec(Command(command=["prog"]))
+        assert caught.value.stdout == b"partial"
+        assert not session.alive
 
 
 @pytest.mark.parametrize(

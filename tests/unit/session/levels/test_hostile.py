@@ -75,8 +75,9 @@ async def test_closed_descriptors(shell: str) -> None:
         assert (result.exit_code, result.stdout) == (5, b"first\n")
 
 
-async def test_killing_the_shell_that_waits(shell: str) -> None:
+async def test_killing_the_shell_that_waits(shell: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A command that kills what waits for it has no exit code, so that the sandbox is lost."""
+    monkeypatch.setattr(commands, "LOOK", 0.2)
     async with shell_sandbox(shell) as (session, _, __):
         found = await outcome(session, "kill -9 $PPID; sleep 0.3; exit 0")
         assert isinstance(found, SandboxLost)
@@ -156,8 +157,9 @@ async def test_input_that_cannot_be_kept_is_told() -> None:
         assert not (await runner.exec(Command(command="cat ran"))).ok
 
 
-async def test_stopped_processes_are_killed() -> None:
+async def test_stopped_processes_are_killed(monkeypatch: pytest.MonkeyPatch) -> None:
     """A command that stops itself is killed when its time is over, as every other."""
+    monkeypatch.setattr(commands, "GRACE", 0.1)
     async with shell_sandbox() as (session, _, runner):
         with anyio.fail_after(60), pytest.raises(CommandError, match="longer than"):
             await session.exec(Command(command="sleep 342 & kill -STOP $!; kill -STOP $$", timeout=0.5))
@@ -165,8 +167,9 @@ async def test_stopped_processes_are_killed() -> None:
         assert "sleep 342" not in listing.text
 
 
-async def test_a_process_that_hides_does_not_hold_the_call() -> None:
+async def test_a_process_that_hides_does_not_hold_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
     """A daemon without our mark, session and parent, which holds standard output, does not hold the call for ever."""
+    monkeypatch.setattr(commands, "LOOK", 0.2)
     script = "(setsid env -i sh -c '(sleep 343 &)' &); sleep 0.2; echo out; exit 4"
     async with shell_sandbox() as (session, _, __):
         with anyio.fail_after(30):

@@ -95,3 +95,15 @@ async def test_a_real_shell() -> None:
             assert found.shell
             assert found.level in (ExecLevel.RUNNER, ExecLevel.SHELL)
             assert (found.level is ExecLevel.RUNNER) == bool(found.python)
+
+
+async def test_what_a_broken_connection_says_is_not_believed() -> None:
+    """Facts that did not arrive whole decide nothing about an image, whatever its shell's exit code is."""
+
+    async def broken(command: Sequence[str], *, stdin: bool = False) -> Any:
+        connection = Scripted([(1, b"shell=/bin/sh\n")], ExecStatus(exit_code=0), "v5.channel.k8s.io")
+        connection.breaks = True
+        return connection
+
+    with pytest.raises(StreamBroken, match="without a status"):
+        await probe(broken)

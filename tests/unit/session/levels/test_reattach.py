@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import copy
 import re
 from typing import Any
 
@@ -16,6 +15,7 @@ from agentsandbox.models.command import Command
 from agentsandbox.session.levels import commands, control
 from agentsandbox.session.levels.scripts import PROGRAM
 from agentsandbox.transport.exec import STDERR
+from agentsandbox.transport.websocket import ExecStatus
 
 pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("backend")]
 
@@ -29,38 +29,45 @@ class Cut:
     def __init__(self, connection: LocalConnection, left: int) -> None:
         self._connection = connection
         self._left = left
+        self._receive, self._send = connection.receive, connection.send
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._connection, name)
 
     async def receive(self) -> tuple[int, bytes]:
-        channel, data = await self._connection.receive()
-        return channel, data[: self._spend(len(data))]
+        channel, data = await self._receive()
+        part = self._spend(data)
+        if len(part) < len(data):
+            self._connection.cut()
+        if not part:
+            raise anyio.BrokenResourceError
+        return channel, part
 
     async def send(self, data: bytes) -> None:
-        part = data[: self._spend(len(data))]
+        part = self._spend(data)
         if part:
-            await self._connection.send(part)
+            await self._send(part)
         if len(part) < len(data):
+            self._connection.cut()
             raise anyio.BrokenResourceError
 
-    def _spend(self, size: int) -> int:
-        spent = min(size, self._left)
-        self._left -= spent
-        if spent < size:
-            self._connection.cut()
-            if not spent:
-                raise anyio.BrokenResourceError
-        return spent
+    def _spend(self, data: bytes) -> bytes:
+        part = data[: self._left]
+        self._left -= len(part)
+        return part
 
 
-def cut_after(connection: LocalConnection, left: int) -> None:
-    """Have a connection that is in use cut after so many bytes more."""
-    untouched = copy.copy(connection)
-    cut = Cut(untouched, left)
+def cut_after(connection: LocalConnection, left: int, status: ExecStatus | None = None) -> None:
+    """Have a connection that is in use cut after so many bytes more; *status* is what is known of its command then."""
+
+    def cut_and_tell() -> None:
+        LocalConnection.cut(connection)
+        connection.status = status
+
+    connection.cut = cut_and_tell  # type: ignore[method-assign]
+    cut = Cut(connection, left)
     connection.receive = cut.receive  # type: ignore[method-assign]
     connection.send = cut.send  # type: ignore[method-assign]
-    untouched.cut = connection.cut  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize("after", [0, 1, 40, 300, 500, 700, 760, 800, 900, 5_000, 60_000, 150_000, 168_000, 169_000])
@@ -76,8 +83,9 @@ async def test_p06_cut_anywhere_runs_once(after: int) -> None:
         assert again.stdout == b"ran\n"
 
 
-async def test_first_connection_may_be_cut_too() -> None:
+async def test_first_connection_may_be_cut_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """A session that is cut while it is being made is made all the same, with one directory of state."""
+    monkeypatch.setattr(control, "ATTACH_WAIT", 0.01)
     size = len(PROGRAM)
     for after in (100, size - 200, size + 100, size + 200, size + 300):
 
@@ -90,8 +98,22 @@ async def test_first_connection_may_be_cut_too() -> None:
             assert result.text.strip() == "1"
 
 
-async def test_g04_commands_outlive_every_connection(shell: str) -> None:
+async def test_what_a_cut_connection_says_of_its_shell_is_not_believed() -> None:
+    """A shell that ends because its connection was cut does not mean that the sandbox has none."""
+
+    def wrap(number: int, connection: LocalConnection) -> Any:
+        if number == 0:
+            cut_after(connection, len(PROGRAM) - 200, ExecStatus(exit_code=0))
+        return connection
+
+    async with shell_sandbox(wrap=wrap) as (session, connect, _):
+        assert (await session.exec(Command(command="echo there"))).stdout == b"there\n"
+        assert len(connect.connections) == 2
+
+
+async def test_g04_commands_outlive_every_connection(shell: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """All connections cut in the middle of many commands: each ends once, with complete output."""
+    monkeypatch.setattr(commands, "LOOK", 0.2)
     results: dict[int, tuple[int, bytes]] = {}
 
     async with shell_sandbox(shell) as (session, connect, _):
@@ -213,11 +235,17 @@ async def test_p01_a_sandbox_that_is_gone_is_lost() -> None:
         assert repr(session) == "<ShellSession [stream_ended, connection 1, 0 of 1 commands running]>"
 
 
-async def test_time_limits_hold_without_a_connection() -> None:
+async def test_time_limits_hold_without_a_connection(monkeypatch: pytest.MonkeyPatch) -> None:
     """A limit that fires while there is no connection is carried out when there is one again."""
+    monkeypatch.setattr(control, "ATTACH_WAIT", 0.1)
+    monkeypatch.setattr(commands, "LOOK", 0.2)
     async with shell_sandbox() as (session, connect, _):
-        began = anyio.current_time()
-        connect.refuse = lambda _: ApiUnavailable("away") if anyio.current_time() < began + 1.5 else None
+
+        def refuse(_: int) -> Exception | None:
+            running = session._commands._running.values()
+            return ApiUnavailable("away") if any(call.limit is None for call in running) else None
+
+        connect.refuse = refuse
 
         async def cut() -> None:
             await anyio.sleep(0.2)
@@ -296,7 +324,7 @@ def rewrite_news_of_death(connect: LocalConnect, news: bytes) -> None:
 
 async def test_a_death_that_is_never_confirmed_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     """When nothing ever says that a command is dead, the sandbox is given up, and the call ends."""
-    for constant, seconds in {"GRACE": 0.1, "KILL_LAST": 0.1, "KILL_AGAIN": 0.1}.items():
+    for constant, seconds in {"GRACE": 0.05, "KILL_LAST": 0.05, "KILL_AGAIN": 0.05}.items():
         monkeypatch.setattr(commands, constant, seconds)
     async with shell_sandbox() as (session, connect, _):
         rewrite_news_of_death(connect, rb" ? \1")

@@ -18,6 +18,7 @@ from test_reattach import cut_after
 
 from agentsandbox.errors import ConfigurationError, StreamBroken
 from agentsandbox.models.command import Command
+from agentsandbox.transport.websocket import ExecStatus
 
 pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("backend")]
 
@@ -101,16 +102,22 @@ async def test_a_tar_that_fails_or_is_missing(tmp_path: Path) -> None:
         assert session.alive
 
 
-@pytest.mark.parametrize("after", [0, 100_000])
-async def test_transfers_are_begun_anew_when_they_are_cut(tmp_path: Path, after: int) -> None:
-    """A file or directory whose connection is lost on the way is whole in the end."""
+@pytest.mark.parametrize(
+    ("after", "status"),
+    [(0, None), (100_000, None), (100_000, ExecStatus(exit_code=0)), (100_000, ExecStatus(exit_code=1))],
+    ids=["at once", "on the way", "on the way, and it succeeded", "on the way, and it failed"],
+)
+async def test_transfers_are_begun_anew_when_they_are_cut(
+    tmp_path: Path, after: int, status: ExecStatus | None
+) -> None:
+    """A file or directory whose connection is lost on the way is whole in the end, however the lost attempt ended."""
     data = os.urandom(3_000_000)
     (tmp_path / "there").mkdir()
     (tmp_path / "there" / "big").write_bytes(data)
 
     def wrap(number: int, connection: LocalConnection) -> Any:
         if number % 2:  # every first attempt; connection 0 is for requests
-            cut_after(connection, after)
+            cut_after(connection, after, status)
         return connection
 
     async with shell_sandbox() as (session, connect, _):

@@ -3,11 +3,14 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from agentsandbox.backends.kubernetes.conditions import PodPhase, state_of
 from agentsandbox.errors import ApiUnavailable, InvalidObject
 from agentsandbox.testing.cluster import Image, NodeSpec, Timing
+from agentsandbox.testing.cluster.images import pull_error
 
 pytestmark = pytest.mark.anyio
 QUICK = Timing(second=0.01)
@@ -162,7 +165,7 @@ async def test_p49_pulls_that_fail(started, error: str, words: str) -> None:
         assert words in state_of(pod).message
         client.cluster.images["host"] = Image(present=False)
         await client.until("a", lambda pod: state_of(pod).phase is PodPhase.READY)
-        assert client.cluster.kubelet.pulls >= 2
+        assert client.cluster.kubelet.fetched["node1", "host"] >= 2
         node = await client.api.request("GET", "/api/v1/nodes/node1")
         assert [one["names"][1] for one in node["status"]["images"]] == ["host"]
 
@@ -247,7 +250,29 @@ async def test_events(started) -> None:
         await client.make()
         path = "/api/v1/namespaces/rl/events"
         found = await client.api.request("GET", path, params={"fieldSelector": "involvedObject.name=a"})
-        assert {one["reason"] for one in found["items"]} == {"Scheduled", "Started"}
+        assert ["Scheduled", "Pulled", "Created", "Started"] == [one["reason"] for one in found["items"]]
+        assert "already present on machine" in found["items"][1]["message"]
+        assert ("spec.containers{sandbox}", "node1", 1) == (
+            found["items"][1]["involvedObject"]["fieldPath"],
+            found["items"][1]["source"]["host"],
+            found["items"][1]["count"],
+        )
+
+
+async def test_events_of_a_pull(started) -> None:
+    """A kubelet tells when it begins to fetch an image, and how that went: by an Event, and a count of it."""
+    images = {"host": Image(present=False, error="not_found")}
+    async with started(images=images, timing=QUICK) as client:
+        await client.make(ready=False)
+        await client.until("a", waiting("ImagePullBackOff"))
+        client.cluster.images["host"] = Image(present=False, size=7)
+        await client.until("a", lambda pod: state_of(pod).phase is PodPhase.READY)
+        found = (await client.api.request("GET", "/api/v1/namespaces/rl/events"))["items"]
+        told = {re.sub(r"[0-9]+ms", "1ms", one["message"]): one["count"] for one in found}
+
+        assert told['Pulling image "host"'] >= 2
+        assert told['Failed to pull image "host": ' + pull_error("host", "not_found")] >= 1
+        assert 1 == told['Successfully pulled image "host" in 1ms (1ms including waiting). Image size: 7 bytes.']
 
 
 async def test_secured_connection(started) -> None:

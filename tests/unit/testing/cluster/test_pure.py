@@ -9,9 +9,11 @@ import pytest
 
 from agentsandbox.testing.cluster import images, patching, podspec, scheduler, starting
 from agentsandbox.testing.cluster.backoff import BackOff
-from agentsandbox.testing.cluster.clock import Timing
+from agentsandbox.testing.cluster.clock import Clock, Timing
 from agentsandbox.testing.cluster.matching import matcher
+from agentsandbox.testing.cluster.recording import Recorder
 from agentsandbox.testing.cluster.replies import Refusal
+from agentsandbox.testing.cluster.store import Store
 
 
 @pytest.mark.parametrize(
@@ -198,6 +200,104 @@ def test_scheduler_respects_taints_and_selectors() -> None:
     cordoned = node("n3")
     cordoned["spec"]["unschedulable"] = True
     assert "node(s) were unschedulable" in scheduler.place(pod(), [cordoned], {})[1]
+
+
+def affinity(*terms):
+    return {"nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": list(terms)}}}
+
+
+def here(*names, operator="In", key="metadata.name"):
+    return {"matchFields": [{"key": key, "operator": operator, "values": list(names)}]}
+
+
+@pytest.mark.parametrize(
+    ("terms", "chosen"),
+    [
+        ([here("n2")], "n2"),
+        ([here("n2"), here("n1")], "n1"),
+        ([{**here("n2"), "matchExpressions": [{"key": "zone", "operator": "In", "values": ["a"]}]}], None),
+        ([here("n1", operator="NotIn")], "n2"),
+        ([{"matchExpressions": [{"key": "zone", "operator": "NotIn", "values": ["a"]}]}], "n2"),
+        ([{"matchExpressions": [{"key": "fast", "operator": "Exists"}]}], "n2"),
+        ([{"matchExpressions": [{"key": "fast", "operator": "DoesNotExist"}]}], "n1"),
+        ([{"matchExpressions": [{"key": "disks", "operator": "Gt", "values": ["2"]}]}], "n2"),
+        ([{"matchExpressions": [{"key": "disks", "operator": "Lt", "values": ["2"]}]}], "n1"),
+        ([{"matchExpressions": [{"key": "zone", "operator": "Lt", "values": ["2"]}]}], None),
+        ([{}], None),
+    ],
+)
+def test_scheduler_respects_the_affinity_to_nodes(terms: list, chosen: str | None) -> None:
+    """One of the terms has to hold, and each as a whole; a term that asks for nothing holds nowhere."""
+    nodes = [node("n1", labels={"zone": "a", "disks": "1"}), node("n2", labels={"zone": "b", "fast": "", "disks": "3"})]
+
+    assert chosen == scheduler.place(pod(affinity=affinity(*terms)), nodes, {})[0]
+
+
+def test_words_about_a_pod_that_names_its_node() -> None:
+    """The other nodes are not even looked at; the one that is named has its own words."""
+    nodes = [node("n1"), node("n2")]
+    pinned = pod(affinity=affinity(here("n1")))
+    other = "1 node(s) didn't satisfy plugin(s) [NodeAffinity]"
+
+    full = scheduler.place(pinned, nodes, {"n1": Counter(pods=2)})[1]
+    assert full.startswith(f"0/2 nodes are available: 1 Too many pods, {other}. ")
+    unknown = scheduler.place(pod(affinity=affinity(here("n9"))), nodes[:1], {})[1]
+    assert unknown.startswith(f"0/1 nodes are available: {other}. no new claims to deallocate, ")
+    unlike = scheduler.place(pod(affinity=affinity(here("n1", operator="NotIn"))), nodes[:1], {})[1]
+    assert "1 node(s) didn't match Pod's node affinity/selector" in unlike
+
+
+def test_nodes_are_named_by_one_field_and_one_value() -> None:
+    """Whatever else a term for fields says is refused, in the words of the server."""
+    with pytest.raises(Refusal) as caught:
+        podspec.validate(
+            pod(affinity=affinity(here("a", "b"), here(key="metadata.uid", operator="Exists"))), version=(1, 36)
+        )
+
+    causes = caught.value.status["details"]["causes"]
+    assert [
+        ("[0].matchFields[0].values", "Required value"),
+        ("[1].matchFields[0].operator", 'Invalid value: "Exists"'),
+        ("[1].matchFields[0].key", 'Invalid value: "metadata.uid"'),
+    ] == [
+        (cause["field"].partition("Terms")[2], cause["message"].partition(": ")[0] + _quoted(cause)) for cause in causes
+    ]
+    podspec.validate(pod(affinity=affinity(here("a"))), version=(1, 36))
+
+
+def _quoted(cause):
+    found = cause["message"].split(": ")
+    return f": {found[1]}" if found[1].startswith('"') else ""
+
+
+def test_events_are_counted_combined_and_dropped() -> None:
+    """The same again is a count, ten that differ in their words are one, and after 25 a kubelet says no more."""
+    clock = Clock()
+    store = Store()
+    recorder = Recorder(store, clock, keeps=True)
+    about = {"kind": "Pod", "metadata": {"name": "p", "namespace": "n", "uid": "u"}, "spec": {"nodeName": "n1"}}
+
+    def tell(message, component="kubelet"):
+        recorder.tell(about, "Normal", "Pulling", message, component=component)
+
+    def told():
+        return [(one.object["message"], one.object["count"]) for one in store.all(store.resource("events"), "n")]
+
+    tell("same")
+    tell("same")
+    assert [("same", 2)] == told()
+    for number in range(10):
+        tell(f"other {number}")
+    assert ("(combined from similar events): other 9", 2) == told()[-1]
+    assert 10 == len(told())
+    for _ in range(20):
+        tell("same")
+    assert 7 == recorder.dropped
+    clock.offset = 301.0
+    tell("same")
+    assert 7 == recorder.dropped
+    tell("placed", component="default-scheduler")
+    assert "<Recorder [11 Events, 7 dropped]>" == repr(recorder)
 
 
 def test_back_off_of_crashes() -> None:

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import AsyncIterator
 
 import pytest
@@ -15,7 +14,7 @@ from inspect_ai.util._sandbox.self_check import *  # noqa: F403 - 44 checks that
 from agentsandbox.adapters.inspect_ai import AgentSandboxConfig, AgentSandboxEnvironment
 from agentsandbox.testing.cluster import FakeCluster
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("pool")]
 
 CONFIG = AgentSandboxConfig(
     backend="kubernetes",
@@ -47,21 +46,3 @@ async def pool(tmp_path_factory: pytest.TempPathFactory, anyio_backend: str) -> 
                 yield
             finally:
                 await AgentSandboxEnvironment.task_cleanup("all", CONFIG, True)
-
-
-@pytest.fixture
-async def sandbox_env(request: pytest.FixtureRequest, pool: None) -> AsyncIterator[AgentSandboxEnvironment]:
-    """Lease a sandbox as Inspect does."""
-    if os.getuid() and request.node.originalname == "test_exec_as_user":
-        request.node.add_marker(pytest.mark.xfail(reason="an unprivileged id map can run no second user"))
-    await AgentSandboxEnvironment.task_init("test", CONFIG)
-    try:
-        environments = await AgentSandboxEnvironment.sample_init("test", CONFIG, {})
-        environment = environments["default"]
-        assert isinstance(environment, AgentSandboxEnvironment)
-        try:
-            yield environment
-        finally:
-            await AgentSandboxEnvironment.sample_cleanup("test", CONFIG, environments, False)
-    finally:
-        await AgentSandboxEnvironment.task_cleanup("test", CONFIG, True)
