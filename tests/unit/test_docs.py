@@ -12,7 +12,6 @@ from functools import cache
 from pathlib import Path
 
 import attrs
-import click
 import pytest
 import typer
 from prometheus_client import CollectorRegistry
@@ -406,7 +405,7 @@ def test_commands_can_be_given(page, words):
         context = command.make_context("agentsandbox", left, parent=parent, resilient_parsing=not whole)
         if not (left := [*context._protected_args, *context.args]):
             break
-        assert isinstance(command, click.Group | typer.core.TyperGroup), f"{left} is too much"
+        assert isinstance(command, typer.core.TyperGroup), f"{left} is too much"
         command = command.commands[left[0]]
         left, parent = left[1:], context
 

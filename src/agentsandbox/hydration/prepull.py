@@ -163,7 +163,7 @@ class Hydration:
                     self._resume_at = max(self._resume_at, anyio.current_time() + least)
                 elif not error.retryable:
                     break
-                else:
+                elif attempt + 1 < self.attempts:
                     await anyio.sleep(pause)
             else:
                 self.pulled += 1
