@@ -221,7 +221,7 @@ async def ours(options: Options) -> dict[str, Any]:
         seconds = time.monotonic() - began
         processor = time.process_time() - processor
         statistics = pool.statistics()
-    assert result.rewards == (1.0,) * options.episodes, [record.failure for record in result.records]
+    assert result.rewards == (1.0,) * options.episodes, sorted({record.reason or "" for record in result.records})
     resets = [event for event in events if event.name == "sandbox.reset"]
     return {
         "seconds": seconds,
