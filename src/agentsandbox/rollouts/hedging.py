@@ -7,46 +7,26 @@ import math
 
 import attrs
 
-from agentsandbox.errors import ConfigurationError
 from agentsandbox.metrics.durations import Samples
+from agentsandbox.models import limits
 
-__all__ = ["HedgePolicy", "Hedger", "Samples"]
+__all__ = ["HedgePolicy", "Hedger"]
 
 
 @attrs.frozen(kw_only=True)
 class HedgePolicy:
     """Whether, and how much, to spend on stragglers."""
 
-    quantile: float = attrs.field(default=0.95)
+    quantile: float = attrs.field(default=0.95, validator=limits.quantile)
     """A second one is started when the first has taken longer than this share of all others."""
-    budget: float = attrs.field(default=0.05)
+    budget: float = attrs.field(default=0.05, validator=limits.share)
     """Most extra sandboxes asked for, as a share of the attempts begun."""
     attempts: bool = False
     """Whether whole attempts get a twin, too; otherwise only the wait for a sandbox is hedged."""
-    min_delay: float = attrs.field(default=1.0)
+    min_delay: float = attrs.field(default=1.0, validator=limits.at_least(0, "seconds"))
     """Seconds that nothing is a straggler before: sandboxes that come warm differ by milliseconds, which is no tail."""
-    min_samples: int = attrs.field(default=20)
+    min_samples: int = attrs.field(default=20, validator=limits.at_least(1))
     """How many must have ended before anything is concluded: a quantile of fewer is noise."""
-
-    @quantile.validator
-    def _quantile(self, _: object, value: float) -> None:
-        if not 0 < value < 1:
-            raise ConfigurationError(f"quantile must be between 0 and 1, not {value!r}")
-
-    @budget.validator
-    def _budget(self, _: object, value: float) -> None:
-        if not 0 <= value <= 1:
-            raise ConfigurationError(f"budget is a share from 0 to 1, not {value!r}")
-
-    @min_delay.validator
-    def _min_delay(self, _: object, value: float) -> None:
-        if not value >= 0:
-            raise ConfigurationError(f"min_delay must be at least 0 seconds, not {value!r}")
-
-    @min_samples.validator
-    def _min_samples(self, _: object, value: int) -> None:
-        if value < 1:
-            raise ConfigurationError(f"min_samples must be at least 1, not {value!r}")
 
 
 class Hedger:

@@ -15,7 +15,8 @@ import attrs
 from agentsandbox.rollouts.stopping import really_cancelled
 
 if TYPE_CHECKING:
-    from agentsandbox.rollouts.hedging import Hedger, Samples
+    from agentsandbox.metrics.durations import Samples
+    from agentsandbox.rollouts.hedging import Hedger
     from agentsandbox.rollouts.source import RolloutLease
 
 __all__ = ["Race", "first_lease"]

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any, Self
 
 import anyio
@@ -20,12 +21,12 @@ if TYPE_CHECKING:
 __all__ = ["Closing", "InputStream", "OutputStream", "Pieces", "Process"]
 
 
-class Pieces:
+class Pieces(ABC):
     """What gives pieces of bytes until it ends: iterate over it."""
 
+    @abstractmethod
     async def receive(self) -> bytes:
         """Return the next bytes, at least one."""
-        raise NotImplementedError
 
     def __aiter__(self) -> Self:
         return self
@@ -37,12 +38,12 @@ class Pieces:
             raise StopAsyncIteration from None
 
 
-class Closing:
+class Closing(ABC):
     """What is closed when its context is left."""
 
+    @abstractmethod
     async def aclose(self) -> None:
         """Close it."""
-        raise NotImplementedError
 
     async def __aenter__(self) -> Self:
         return self

@@ -8,8 +8,8 @@ from collections import Counter, defaultdict
 
 import attrs
 
-from agentsandbox.errors import ConfigurationError
 from agentsandbox.metrics.durations import Samples
+from agentsandbox.models import limits
 
 __all__ = ["StragglerPolicy", "Stragglers"]
 
@@ -23,41 +23,16 @@ class StragglerPolicy:
     image in place. The straggler becomes a sandbox like any other when it comes.
     """
 
-    quantile: float = attrs.field(default=0.95)
+    quantile: float = attrs.field(default=0.95, validator=limits.quantile)
     """A straggler has taken ``times`` as long as this share of all others, of those made in the same way."""
-    times: float = attrs.field(default=1.5)
+    times: float = attrs.field(default=1.5, validator=limits.at_least(1))
     """See ``quantile``: a sandbox that takes a little longer is there before another one could be."""
-    share: float = attrs.field(default=0.05)
+    share: float = attrs.field(default=0.05, validator=limits.share)
     """Most stragglers at a time, as a share of all sandboxes, but one at least; 0 is for none, ever."""
-    min_delay: float = attrs.field(default=2.0)
+    min_delay: float = attrs.field(default=2.0, validator=limits.at_least(0, "seconds"))
     """Seconds before which nothing is a straggler: another one would hardly be there sooner."""
-    min_samples: int = attrs.field(default=20)
+    min_samples: int = attrs.field(default=20, validator=limits.at_least(1))
     """How many must have been made before anything is concluded: a quantile of fewer is noise."""
-
-    @quantile.validator
-    def _quantile(self, _: object, value: float) -> None:
-        if not 0 < value < 1:
-            raise ConfigurationError(f"quantile must be between 0 and 1, not {value!r}")
-
-    @times.validator
-    def _times(self, _: object, value: float) -> None:
-        if not value >= 1:
-            raise ConfigurationError(f"times must be at least 1, not {value!r}")
-
-    @share.validator
-    def _share(self, _: object, value: float) -> None:
-        if not 0 <= value <= 1:
-            raise ConfigurationError(f"share is a share from 0 to 1, not {value!r}")
-
-    @min_delay.validator
-    def _min_delay(self, _: object, value: float) -> None:
-        if not value >= 0:
-            raise ConfigurationError(f"min_delay must be at least 0 seconds, not {value!r}")
-
-    @min_samples.validator
-    def _min_samples(self, _: object, value: int) -> None:
-        if value < 1:
-            raise ConfigurationError(f"min_samples must be at least 1, not {value!r}")
 
 
 @attrs.define(eq=False)

@@ -13,11 +13,12 @@ import attrs
 import pytest
 
 from agentsandbox.errors import AcquireTimeout, ConfigurationError, SandboxLost
+from agentsandbox.metrics.durations import Samples
 from agentsandbox.metrics.quantiles import quantile
 from agentsandbox.models.episode import Counts, Episode, RolloutResult, Status
 from agentsandbox.pool import SandboxPool
 from agentsandbox.rollouts.gather import gather_rollouts
-from agentsandbox.rollouts.hedging import HedgePolicy, Hedger, Samples
+from agentsandbox.rollouts.hedging import HedgePolicy, Hedger
 
 from ..warmpool.fake_backend import FakeBackend  # noqa: TID252 - doubles are shared within the tests
 from .fakes import FakeLease, FakeSource
